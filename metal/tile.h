@@ -1,0 +1,310 @@
+// tile: the words that the kernels are written in, for Apple's 8x8 simdgroup matrices.
+//
+// Fragment   8x8 elements, spread over the 32 lanes of a simdgroup. Each lane holds two
+//            neighbours of one row, at frag_row(lane) and frag_col(lane). Metal leaves this
+//            map unspecified; lane_map.h lets the host compare it with the device's.
+// Tiles      R x C fragments in registers. A simdgroup owns 8 * R rows; in an AccTile a
+//            lane sees R row slots and 2 * C column slots, and asks for their place with
+//            tile_row and tile_col, so that per-row numbers are plain floats per lane.
+// Shared     Rows in threadgroup memory stand RowStride apart: an odd multiple of 16 bytes,
+//            which keeps the fragment loads free of bank conflicts for 16-bit types.
+// Edges      Rows past the end of an array read as zeros and are never stored.
+
+#include <metal_simdgroup>
+#include <metal_simdgroup_matrix>
+
+#define UNROLL _Pragma("clang loop unroll(full)")
+
+// Who runs: the place in the threadgroup, and the threadgroup's place in the grid.
+struct Worker {
+  int thread_index, simd, lane;
+  int block, head, batch;
+};
+
+inline int frag_row(int lane) { return (lane >> 2 & 4) | (lane >> 1 & 3); }
+inline int frag_col(int lane) { return (lane >> 1 & 4) | (lane << 1 & 2); }
+
+// Row of this worker's simdgroup in its threadgroup, when a simdgroup owns 8 * R rows.
+template <int R>
+inline int first_row(Worker at) {
+  return at.simd * 8 * R;
+}
+inline int tile_row(Worker at, int i) { return 8 * i + frag_row(at.lane); }
+inline int tile_col(Worker at, int j) {
+  return 8 * (j / 2) + frag_col(at.lane) + j % 2;
+}
+
+template <typename T, int D>
+struct RowStride {
+  enum : int { CHUNK = 16 / sizeof(T), value = D / CHUNK % 2 ? D : D + CHUNK };
+};
+
+inline float power_of_2(float x) { return metal::fast::exp2(x); }
+inline float log_base_2(float x) { return metal::precise::log2(x); }
+inline float maximum(float a, float b) { return metal::max(a, b); }
+inline float minus_infinity() { return -INFINITY; }
+
+// Every thread of the threadgroup arrives before any goes on; what they wrote to
+// threadgroup memory is then visible to all.
+inline void threadgroup_sync() {
+  metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+}
+
+// Left operand of a product, in registers.
+template <typename T, int R, int C>
+struct RowTile {
+  metal::simdgroup_matrix<T, 8, 8> frag[R][C];
+};
+
+// Left operand of a product, read from threadgroup memory each time: saves registers.
+template <typename T, int R, int C>
+struct SharedRowTile {
+  const threadgroup T* rows_tg;  // of this simdgroup
+};
+
+template <typename T, int R, int C, bool IN_TG>
+struct LeftOperand {
+  typedef RowTile<T, R, C> type;
+};
+template <typename T, int R, int C>
+struct LeftOperand<T, R, C, true> {
+  typedef SharedRowTile<T, R, C> type;
+};
+
+// Accumulator of a product.
+template <int R, int C>
+struct AccTile {
+  metal::simdgroup_matrix<float, 8, 8> frag[R][C];
+
+  float get(int i, int j) thread { return frag[i][j / 2].thread_elements()[j % 2]; }
+  void set(int i, int j, float x) thread {
+    frag[i][j / 2].thread_elements()[j % 2] = x;
+  }
+};
+
+template <int R, int C>
+inline void fill(thread AccTile<R, C>& x, float value) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    UNROLL for (int c = 0; c < C; ++c) {
+      x.frag[r][c] = metal::make_filled_simdgroup_matrix<float, 8, 8>(value);
+    }
+  }
+}
+
+// x *= factor, for the row slot i only.
+template <int R, int C>
+inline void scale_row(thread AccTile<R, C>& x, int i, float factor) {
+  UNROLL for (int j = 0; j < 2 * C; ++j) { x.set(i, j, x.get(i, j) * factor); }
+}
+
+// Round to the element type of the next product.
+template <typename T, int R, int C>
+inline void convert(thread RowTile<T, R, C>& to, thread AccTile<R, C>& from) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    UNROLL for (int c = 0; c < C; ++c) {
+      to.frag[r][c].thread_elements()[0] = T(from.get(r, 2 * c));
+      to.frag[r][c].thread_elements()[1] = T(from.get(r, 2 * c + 1));
+    }
+  }
+}
+
+// Reductions over the lanes that hold one row; each of them gets the result.
+inline float over_row_max(float x) {
+  x = maximum(x, metal::simd_shuffle_xor(x, ushort(1)));
+  return maximum(x, metal::simd_shuffle_xor(x, ushort(8)));
+}
+inline float over_row_sum(float x) {
+  x += metal::simd_shuffle_xor(x, ushort(1));
+  return x + metal::simd_shuffle_xor(x, ushort(8));
+}
+
+template <int R, int C>
+inline float row_max(thread AccTile<R, C>& x, int i) {
+  float m = x.get(i, 0);
+  UNROLL for (int j = 1; j < 2 * C; ++j) { m = maximum(m, x.get(i, j)); }
+  return over_row_max(m);
+}
+
+// Sum over d of x * y, for the row slot i.
+template <typename T, int R, int C>
+inline float row_dot(thread RowTile<T, R, C>& x, thread RowTile<T, R, C>& y, int i) {
+  float sum = 0.0f;
+  UNROLL for (int c = 0; c < C; ++c) {
+    UNROLL for (int e = 0; e < 2; ++e) {
+      sum += float(x.frag[i][c].thread_elements()[e]) *
+             float(y.frag[i][c].thread_elements()[e]);
+    }
+  }
+  return over_row_sum(sum);
+}
+
+// acc += a b^T, the rows of b in threadgroup memory.
+template <typename T, int R, int C, int K>
+inline void mma_abt(thread AccTile<R, K>& acc, thread RowTile<T, R, C>& a,
+                    const threadgroup T* b_tg) {
+  enum : int { LD = RowStride<T, 8 * C>::value };
+  UNROLL for (int c = 0; c < C; ++c) {
+    UNROLL for (int k = 0; k < K; ++k) {
+      metal::simdgroup_matrix<T, 8, 8> b;
+      metal::simdgroup_load(b, b_tg + 8 * k * LD + 8 * c, LD, metal::ulong2(0), true);
+      UNROLL for (int r = 0; r < R; ++r) {
+        metal::simdgroup_multiply_accumulate(acc.frag[r][k], a.frag[r][c], b,
+                                             acc.frag[r][k]);
+      }
+    }
+  }
+}
+
+template <typename T, int R, int C, int K>
+inline void mma_abt(thread AccTile<R, K>& acc, thread SharedRowTile<T, R, C>& a,
+                    const threadgroup T* b_tg) {
+  enum : int { LD = RowStride<T, 8 * C>::value };
+  UNROLL for (int c = 0; c < C; ++c) {
+    RowTile<T, R, 1> a_column;
+    UNROLL for (int r = 0; r < R; ++r) {
+      metal::simdgroup_load(a_column.frag[r][0], a.rows_tg + 8 * r * LD + 8 * c, LD);
+    }
+    UNROLL for (int k = 0; k < K; ++k) {
+      metal::simdgroup_matrix<T, 8, 8> b;
+      metal::simdgroup_load(b, b_tg + 8 * k * LD + 8 * c, LD, metal::ulong2(0), true);
+      UNROLL for (int r = 0; r < R; ++r) {
+        metal::simdgroup_multiply_accumulate(acc.frag[r][k], a_column.frag[r][0], b,
+                                             acc.frag[r][k]);
+      }
+    }
+  }
+}
+
+// acc += a b, the rows of b in threadgroup memory.
+template <typename T, int R, int K, int C>
+inline void mma_ab(thread AccTile<R, C>& acc, thread RowTile<T, R, K>& a,
+                   const threadgroup T* b_tg) {
+  enum : int { LD = RowStride<T, 8 * C>::value };
+  UNROLL for (int k = 0; k < K; ++k) {
+    UNROLL for (int c = 0; c < C; ++c) {
+      metal::simdgroup_matrix<T, 8, 8> b;
+      metal::simdgroup_load(b, b_tg + 8 * k * LD + 8 * c, LD);
+      UNROLL for (int r = 0; r < R; ++r) {
+        metal::simdgroup_multiply_accumulate(acc.frag[r][c], a.frag[r][k], b,
+                                             acc.frag[r][c]);
+      }
+    }
+  }
+}
+
+// Rows [row, row + ROWS) of head (b, h) to threadgroup memory, by THREADS threads, 16
+// bytes at a time. Rows from n_rows on become zeros.
+template <int ROWS, int D, int THREADS, typename T>
+inline void stage(threadgroup T* to_tg, Operand<T> from, int b, int h, int row,
+                  int n_rows, int thread_index) {
+  enum : int {
+    CHUNK = RowStride<T, D>::CHUNK,
+    LD = RowStride<T, D>::value,
+    CHUNKS_PER_ROW = D / CHUNK,
+  };
+  const device T* head = from.data + offset(from.stride, b, h, row);
+  for (int i = thread_index; i < ROWS * CHUNKS_PER_ROW; i += THREADS) {
+    const int r = i / CHUNKS_PER_ROW;
+    const int d = i % CHUNKS_PER_ROW * CHUNK;
+    threadgroup T* chunk_tg = to_tg + r * LD + d;
+    const device T* chunk = head + r * from.stride.t + d * from.stride.d;
+    if (row + r >= n_rows) {
+      UNROLL for (int e = 0; e < CHUNK; ++e) { chunk_tg[e] = T(0.0f); }
+    } else if (from.stride.d == 1) {
+      UNROLL for (int e = 0; e < CHUNK; ++e) { chunk_tg[e] = chunk[e]; }
+    } else {
+      UNROLL for (int e = 0; e < CHUNK; ++e) { chunk_tg[e] = chunk[e * from.stride.d]; }
+    }
+  }
+}
+
+// This simdgroup's rows [row, row + 8 R) of head (b, h), in registers.
+template <typename T, int R, int C>
+inline void load_rows(thread RowTile<T, R, C>& x, Operand<T> from, int b, int h, int row,
+                      int n_rows, Worker at) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    const int t = row + tile_row(at, r);
+    const device T* first = from.data + offset(from.stride, b, h, t);
+    UNROLL for (int c = 0; c < C; ++c) {
+      UNROLL for (int e = 0; e < 2; ++e) {
+        const int d = tile_col(at, 2 * c + e);
+        x.frag[r][c].thread_elements()[e] =
+            t < n_rows ? first[d * from.stride.d] : T(0.0f);
+      }
+    }
+  }
+}
+
+// The same rows as a left operand: in registers, where rows_tg is not used, or in rows_tg.
+template <typename T, int R, int C>
+inline void load_left(thread RowTile<T, R, C>& x, threadgroup T* rows_tg, Operand<T> from,
+                      int b, int h, int row, int n_rows, Worker at) {
+  load_rows(x, from, b, h, row, n_rows, at);
+}
+template <typename T, int R, int C>
+inline void load_left(thread SharedRowTile<T, R, C>& x, threadgroup T* rows_tg,
+                      Operand<T> from, int b, int h, int row, int n_rows, Worker at) {
+  threadgroup T* mine_tg = rows_tg + first_row<R>(at) * RowStride<T, 8 * C>::value;
+  stage<8 * R, 8 * C, 32>(mine_tg, from, b, h, row, n_rows, at.lane);
+  // the 32 lanes of this simdgroup have written the rows that only they read
+  metal::simdgroup_barrier(metal::mem_flags::mem_threadgroup);
+  x.rows_tg = mine_tg;
+}
+
+// The tile's rows to an output at `to`, the head's row 0; row_step elements lie between
+// rows. Rows from n_rows on are not stored.
+template <typename T, int R, int C>
+inline void store_rows(device T* to, long row_step, thread AccTile<R, C>& x, int row,
+                       int n_rows, Worker at) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    const int t = row + tile_row(at, r);
+    if (t < n_rows) {
+      UNROLL for (int j = 0; j < 2 * C; ++j) {
+        to[t * row_step + tile_col(at, j)] = T(x.get(r, j));
+      }
+    }
+  }
+}
+
+// One number per row of a tile, the same in all lanes of the row.
+template <int R>
+struct RowValues {
+  float value[R];
+  float at_slot(int i, int) const thread { return value[i]; }
+};
+
+// One number per column of a tile, in threadgroup memory.
+struct ColumnValues {
+  const threadgroup float* column_tg;
+  Worker worker;
+  float at_slot(int, int j) const thread { return column_tg[tile_col(worker, j)]; }
+};
+
+template <int R>
+inline void load_row_values(thread RowValues<R>& x, RowOperand from, int b, int h,
+                            int row, int n_rows, Worker at) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    const int t = row + tile_row(at, r);
+    x.value[r] = t < n_rows ? from.data[offset(from.stride, b, h, t)] : 0.0f;
+  }
+}
+
+template <int R>
+inline void store_row_values(device float* to, thread RowValues<R>& x, int row,
+                             int n_rows, Worker at) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    const int t = row + tile_row(at, r);
+    if (t < n_rows && tile_col(at, 0) == 0) {
+      to[t] = x.value[r];
+    }
+  }
+}
+
+// Numbers of the rows [row, row + ROWS) to threadgroup memory, zeros from n_rows on.
+template <int ROWS, int THREADS>
+inline void stage_values(threadgroup float* to_tg, RowOperand from, int b, int h, int row,
+                         int n_rows, Worker at) {
+  for (int r = at.thread_index; r < ROWS; r += THREADS) {
+    to_tg[r] = row + r < n_rows ? from.data[offset(from.stride, b, h, row + r)] : 0.0f;
+  }
+}

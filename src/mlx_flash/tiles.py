@@ -1,0 +1,137 @@
+"""Tile sizes: one table (kernel, head dim, element size) -> Tile.
+
+The ground of every row is the cost model for Apple GPUs: few live registers (the limit
+is REGISTERS_LIMIT fragment registers a lane, beyond which the compiler spills), two
+barriers a block, several threadgroups resident. All of it is modelled, not yet measured
+on Apple hardware.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)
+REGISTERS_LIMIT = 72
+THREADGROUP_BYTES_LIMIT = 32768
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel cuts its work.
+
+    Attributes:
+        rows: Rows that a threadgroup owns: queries (BQ) of attention_forward and
+            attention_dq, keys (BK) of attention_dkv.
+        block: Rows of a streamed tile: keys (BK), respectively queries (BQ).
+        fragments: 8-row fragments that a simdgroup owns (FQ, respectively FK).
+        rows_in_tg: The first left operand (q, respectively k) stays in threadgroup
+            memory instead of registers.
+    """
+
+    rows: int
+    block: int
+    fragments: int = 1
+    rows_in_tg: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads of a threadgroup."""
+        return 32 * self.rows // (8 * self.fragments)
+
+
+# Key: (kernel, largest head dim of the row, bytes of an element); the first row that is
+# wide enough wins. "attention_dkv" gives dk and dv in one pass; head dims that have no
+# such row use "attention_dk" and "attention_dv", the same body with one flag each.
+# `registers` in the comments is fragment_registers(...) at the largest head dim.
+TABLE: dict[tuple[str, int, int], Tile] = {
+    # two row fragments share each k and v fragment: half the loads per product
+    ("attention_forward", 64, 2): Tile(64, 16, fragments=2),  # registers 62
+    # one row fragment, wider blocks: two would need 74 and more
+    ("attention_forward", 96, 2): Tile(32, 32),  # registers 50
+    ("attention_forward", 128, 2): Tile(32, 16),  # registers 56
+    ("attention_forward", 96, 4): Tile(32, 16),  # registers 58
+    ("attention_forward", 128, 4): Tile(32, 8),  # registers 70
+    ("attention_dq", 64, 2): Tile(64, 32),  # registers 54
+    ("attention_dq", 80, 2): Tile(64, 32),  # registers 62
+    ("attention_dq", 96, 2): Tile(32, 16),  # registers 60
+    ("attention_dq", 128, 2): Tile(32, 16, rows_in_tg=True),  # registers 60
+    ("attention_dq", 64, 4): Tile(32, 16),  # registers 62
+    ("attention_dq", 80, 4): Tile(32, 8),  # registers 68
+    ("attention_dq", 96, 4): Tile(32, 16, rows_in_tg=True),  # registers 62
+    ("attention_dq", 128, 4): Tile(32, 8, rows_in_tg=True),  # registers 72
+    ("attention_dkv", 64, 2): Tile(64, 16),  # registers 62
+    ("attention_dkv", 80, 2): Tile(32, 8),  # registers 68
+    ("attention_dkv", 96, 2): Tile(32, 8, rows_in_tg=True),  # registers 68
+    ("attention_dkv", 48, 4): Tile(32, 16),  # registers 66
+    ("attention_dkv", 64, 4): Tile(32, 16, rows_in_tg=True),  # registers 66
+    ("attention_dv", 128, 2): Tile(32, 16),  # registers 56
+    ("attention_dv", 96, 4): Tile(32, 16),  # registers 58
+    ("attention_dv", 128, 4): Tile(32, 8),  # registers 70
+    ("attention_dk", 128, 2): Tile(32, 16, rows_in_tg=True),  # registers 60
+    ("attention_dk", 80, 4): Tile(32, 8),  # registers 68
+    ("attention_dk", 96, 4): Tile(32, 16, rows_in_tg=True),  # registers 62
+    ("attention_dk", 128, 4): Tile(32, 8, rows_in_tg=True),  # registers 72
+    # two tiles of 8 rows in registers, one pass, no blocks
+    ("attention_delta", 128, 2): Tile(32, 0),
+    ("attention_delta", 128, 4): Tile(32, 0),
+}
+
+
+def tile(kernel: str, D: int, element_bytes: int) -> Tile:
+    """The table's row for a kernel.
+
+    Raises:
+        KeyError: The table has no row for this head dim.
+    """
+    widths = sorted(
+        width
+        for name, width, size in TABLE
+        if (name, size) == (kernel, element_bytes) and width >= D
+    )
+    if not widths:
+        raise KeyError((kernel, D, element_bytes))
+    return TABLE[kernel, widths[0], element_bytes]
+
+
+def fuses_dk_and_dv(D: int, element_bytes: int) -> bool:
+    """Whether one attention_dkv launch gives both dk and dv."""
+    return any(
+        name == "attention_dkv" and width >= D and size == element_bytes
+        for name, width, size in TABLE
+    )
+
+
+def row_stride(D: int, element_bytes: int) -> int:
+    """Elements from row to row in threadgroup memory (RowStride of metal/tile.h)."""
+    chunk = 16 // element_bytes
+    return D if (D // chunk) % 2 else D + chunk
+
+
+def fragment_registers(kernel: str, t: Tile, D: int, element_bytes: int) -> int:
+    """32-bit registers a lane that hold live fragments: operands, accumulators, s, p.
+
+    An 8x8 fragment is two elements a lane: two registers in float, one in 16 bits.
+    """
+    operand = element_bytes // 2
+    wide = t.fragments * D // 8
+    narrow = t.fragments * t.block // 8
+    first = 0 if t.rows_in_tg else wide * operand
+    one_product = first + 2 * wide + 2 * narrow + operand * narrow
+    second_product = wide * operand + 2 * narrow
+    loaded = 2
+    if kernel in ("attention_forward", "attention_dv"):
+        return one_product + loaded
+    if kernel in ("attention_dq", "attention_dk"):
+        return one_product + second_product + loaded
+    if kernel == "attention_dkv":
+        return one_product + second_product + 2 * wide + operand * narrow + loaded
+    return 2 * wide * operand  # attention_delta
+
+
+def threadgroup_bytes(kernel: str, t: Tile, D: int, element_bytes: int) -> int:
+    """Bytes of threadgroup memory that a kernel declares."""
+    rows = 2 * t.block + (t.rows if t.rows_in_tg else 0)
+    row_numbers = 0
+    if kernel in ("attention_dkv", "attention_dk", "attention_dv"):
+        row_numbers = 2 * 4 * t.block
+    return rows * row_stride(D, element_bytes) * element_bytes + row_numbers
