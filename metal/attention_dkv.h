@@ -4,24 +4,25 @@
 // Source     FlashAttention-2 Alg. 2, arXiv:2307.08691; README.md eq. 5, 7-9, 11.
 // Inputs     q, dout [B,H,Tq,D] T    k, v [B,HKV,Tk,D] T    lse, delta [B,H,Tq] float
 // Outputs    dk, dv [B,Tk,HKV,D] T
-// Grid       (ceil(Tk/BK), HKV, B) threadgroups of BK/(8 FK) simdgroups; a threadgroup owns
-//            BK key rows, a simdgroup 8 FK of them. Its own loop sums over the query heads of
-//            the group: no atomics, one fixed order, the same bits every time.
-// Tiling     k (or shared memory, K_IN_TG), v, dk, dv, s^T, dp^T in registers. q, dout:
-//            BQ x D tiles, with their lse and delta, shared by the simdgroups.
-// Memory     (2 BQ + (K_IN_TG ? BK : 0)) RowStride<T,D> sizeof(T) + 8 BQ bytes; two barriers
-//            a block.
+// Grid       (ceil(Tk/BK), HKV, B) threadgroups of BK/(8 FK) simdgroups; a threadgroup
+//            owns BK key rows, a simdgroup 8 FK of them. Its own loop sums over the
+//            query heads of the group: no atomics, one order, the same bits every time.
+// Tiling     k (in threadgroup memory if K_IN_TG), v, dk, dv, s^T, dp^T in registers.
+//            q, dout: BQ x D tiles, with their lse and delta, shared by the simdgroups.
+// Memory     (2 BQ + (K_IN_TG ? BK : 0)) RowStride<T,D> sizeof(T) + 8 BQ bytes of
+//            threadgroup memory; two barriers a block.
 // Edges      as in attention_dq; queries past Tq are invisible.
-// Precision  scores, dp, dk, dv in float; p and ds are rounded to T before their products.
+// Precision  scores, dp, dk, dv in float; p and ds rounded to T before their products.
 // Reference  mlx_flash.reference.attention_backward
 
 template <typename T, int D, int BQ, int BK, int FK, bool CAUSAL, bool WITH_DK,
           bool WITH_DV, bool K_IN_TG>
 inline void attention_dkv(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> dout,
                           RowOperand lse, RowOperand delta, device T* dk, device T* dv,
-                          float scale, Sizes n, threadgroup T* k_tg, threadgroup T* q_tg,
-                          threadgroup T* dout_tg, threadgroup float* lse_tg,
-                          threadgroup float* delta_tg, Worker at) {
+                          float scale, Sizes n, threadgroup T* k_tg,
+                          threadgroup T* q_tg, threadgroup T* dout_tg,
+                          threadgroup float* lse_tg, threadgroup float* delta_tg,
+                          Worker at) {
   static_assert(D % 8 == 0 && BQ % 8 == 0 && BK % (8 * FK) == 0, "whole fragments");
   enum : int { FD = D / 8, FQ = BQ / 8, THREADS = 32 * (BK / (8 * FK)) };
   const int group = n.H / n.HKV;
@@ -50,8 +51,8 @@ inline void attention_dkv(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> d
       }
       threadgroup_sync();  // the tiles and their row numbers are complete
 
-      const Visibility visibility = block_visibility<CAUSAL>(n, q_first, q_first + BQ,
-                                                             k_first, k_first + 8 * FK);
+      const Visibility visibility =
+          block_visibility<CAUSAL>(n, q_first, q_first + BQ, k_first, k_first + 8 * FK);
       if (visibility == INVISIBLE) continue;
       // s^T = k q^T, p^T = exp2(s^T - lse)
       AccTile<FK, FQ> p;  // [8 FK, BQ]

@@ -1,13 +1,15 @@
 // attention_dq: dq = scale ds k with ds = p (dp - delta), one pass over key blocks.
 //
-// Source     FlashAttention-2 Alg. 2, arXiv:2307.08691, as a kernel of its own so that no
-//            sum crosses threadgroups; README.md eq. 5, 8-10.
+// Source     FlashAttention-2 Alg. 2, arXiv:2307.08691, as a kernel of its own so that
+//            no sum crosses threadgroups; README.md eq. 5, 8-10.
 // Inputs     q, dout [B,H,Tq,D] T    k, v [B,HKV,Tk,D] T    lse, delta [B,H,Tq] float
 // Outputs    dq [B,Tq,H,D] T
-// Grid       (ceil(Tq/BQ), H, B) threadgroups of BQ/(8 FQ) simdgroups; a threadgroup owns
-//            BQ query rows, a simdgroup 8 FQ of them.
-// Tiling     q (or shared memory, Q_IN_TG), dout, dq, s, dp in registers. k, v: BK x D tiles.
-// Memory     (2 BK + (Q_IN_TG ? BQ : 0)) RowStride<T,D> sizeof(T) bytes; two barriers a block.
+// Grid       (ceil(Tq/BQ), H, B) threadgroups of BQ/(8 FQ) simdgroups; a threadgroup
+//            owns BQ query rows, a simdgroup 8 FQ of them.
+// Tiling     q (in threadgroup memory if Q_IN_TG), dout, dq, s, dp in registers. k, v:
+//            BK x D tiles, shared by the simdgroups.
+// Memory     (2 BK + (Q_IN_TG ? BQ : 0)) RowStride<T,D> sizeof(T) bytes of threadgroup
+//            memory; two barriers a block.
 // Edges      any Tq, Tk >= 1. p is 0 where a key is invisible and in a row without keys
 //            (lse = -inf), for which exp(s - lse) is never evaluated.
 // Precision  scores, dp, dq in float; ds is rounded to T before ds k.
@@ -41,8 +43,8 @@ inline void attention_dq(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> do
     stage<BK, D, THREADS>(v_tg, v, at.batch, h_kv, k_first, n.Tk, at.thread_index);
     threadgroup_sync();  // both tiles are complete
 
-    const Visibility visibility = block_visibility<CAUSAL>(n, q_first, q_first + 8 * FQ,
-                                                           k_first, k_first + BK);
+    const Visibility visibility =
+        block_visibility<CAUSAL>(n, q_first, q_first + 8 * FQ, k_first, k_first + BK);
     if (visibility == INVISIBLE) continue;
     // s = q k^T, p = exp2(s - lse)
     AccTile<FQ, FK> p;  // [8 FQ, BK]

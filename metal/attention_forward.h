@@ -1,13 +1,15 @@
 // attention_forward: out = softmax(scale * q k^T + mask) v, one pass over key blocks.
 //
-// Source     FlashAttention-2 Alg. 1, arXiv:2307.08691; softmax in base 2, README.md eq. 1-4.
+// Source     FlashAttention-2 Alg. 1, arXiv:2307.08691; README.md eq. 1-4.
 // Inputs     q [B,H,Tq,D] T    k, v [B,HKV,Tk,D] T    scale float        (any strides)
 // Outputs    out [B,Tq,H,D] T  lse [B,H,Tq] float, natural log
-// Grid       (ceil(Tq/BQ), H, B) threadgroups of BQ/(8 FQ) simdgroups; a threadgroup owns
-//            BQ query rows, a simdgroup 8 FQ of them.
+// Grid       (ceil(Tq/BQ), H, B) threadgroups of BQ/(8 FQ) simdgroups; a threadgroup
+//            owns BQ query rows, a simdgroup 8 FQ of them.
 // Tiling     q, acc, s, p in registers. k, v: BK x D tiles, shared by the simdgroups.
-// Memory     2 BK RowStride<T,D> sizeof(T) bytes of threadgroup memory; two barriers a block.
-// Invariant  after a block: m = largest score so far, l = sum exp2(s-m), acc = sum exp2(s-m) v.
+// Memory     2 BK RowStride<T,D> sizeof(T) bytes of threadgroup memory; two barriers a
+//            block.
+// Invariant  after a block: m = largest score so far, l = sum exp2(s - m) and
+//            acc = sum exp2(s - m) v over the keys so far.
 // Edges      any Tq, Tk >= 1. A row with no visible key stores out = 0 and lse = -inf.
 // Precision  scores, m, l, acc in float; p is rounded to T before p v.
 // Reference  mlx_flash.reference.attention_forward
@@ -36,8 +38,8 @@ inline void attention_forward(Operand<T> q, Operand<T> k, Operand<T> v, device T
     stage<BK, D, THREADS>(v_tg, v, at.batch, h_kv, k_first, n.Tk, at.thread_index);
     threadgroup_sync();  // both tiles are complete
 
-    const Visibility visibility = block_visibility<CAUSAL>(n, q_first, q_first + 8 * FQ,
-                                                           k_first, k_first + BK);
+    const Visibility visibility =
+        block_visibility<CAUSAL>(n, q_first, q_first + 8 * FQ, k_first, k_first + BK);
     if (visibility == INVISIBLE) continue;
     // s = q k^T
     AccTile<FQ, FK> s;  // [8 FQ, BK]
@@ -54,8 +56,8 @@ inline void attention_forward(Operand<T> q, Operand<T> k, Operand<T> v, device T
   }
 
   softmax.finish(acc);
-  store_rows(out + output_offset(n.Tq, n.H, D, at.batch, at.head, 0), long(n.H) * D, acc,
-             q_first, n.Tq, at);
+  store_rows(out + output_offset(n.Tq, n.H, D, at.batch, at.head, 0), long(n.H) * D,
+             acc, q_first, n.Tq, at);
   store_row_values(lse + (long(at.batch) * n.H + at.head) * n.Tq, softmax.l, q_first,
                    n.Tq, at);
 }

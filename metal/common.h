@@ -1,14 +1,15 @@
 // common: what every kernel is told about its arrays. Shared by all back ends.
 //
-// Letters    B batch, H query heads, HKV key/value heads, Tq queries, Tk keys, D head dim;
-//            group = H / HKV query heads share one key/value head.
+// Letters    B batch, H query heads, HKV key/value heads, Tq queries, Tk keys, D head
+//            dim; group = H / HKV query heads share one key/value head.
 // Offsets    64 bits: B * H * T * D may exceed 2^31 elements.
 
 #define LOG2_E 1.44269504088896341f
 #define LN_2 0.693147180559945309f
 
-// Stands for a score that a row may not see. Finite, so that no arithmetic ever meets an
-// infinity, and so low that exp2(MASKED - m) is 0 for every row maximum m of real scores.
+// Stands for a score that a row may not see. Finite, so that no arithmetic ever meets
+// an infinity, and so low that exp2(MASKED - m) is 0 for every row maximum m of real
+// scores.
 #define MASKED (-1e36f)
 
 struct Sizes {
@@ -37,8 +38,8 @@ inline long offset(Strides stride, int b, int h, int t) {
   return b * stride.b + h * stride.h + t * stride.t;
 }
 
-// Offset of row (b, t, h) in an output, which is stored [B, T, H, D] without gaps, so that
-// merging the heads afterwards copies nothing.
+// Offset of row (b, t, h) in an output, which is stored [B, T, H, D] without gaps, so
+// that merging the heads afterwards copies nothing.
 inline long output_offset(int T_rows, int n_heads, int D, int b, int h, int t) {
   return ((long(b) * T_rows + t) * n_heads + h) * D;
 }

@@ -34,7 +34,8 @@ template <bool CAUSAL>
 inline Visibility block_visibility(Sizes n, int q_first, int q_last, int k_first,
                                    int k_last) {
   const int diagonal = n.Tk - n.Tq;
-  if (q_first >= n.Tq || k_first >= n.Tk || (CAUSAL && k_first > q_last - 1 + diagonal)) {
+  if (q_first >= n.Tq || k_first >= n.Tk ||
+      (CAUSAL && k_first > q_last - 1 + diagonal)) {
     return INVISIBLE;
   }
   const bool full =

@@ -1,7 +1,7 @@
 // softmax: the running softmax of the forward, and its recomputation in the backward.
 //
 // Scores are in base 2: s = scale * log2(e) * q k^T (README.md eq. 1). No infinity is
-// ever an operand: a masked score is MASKED, a row without a visible key has m == MASKED.
+// ever an operand: a masked score is MASKED, and so is m in a row that sees no key.
 
 // Scores in base 2 from the product q k^T.
 template <int R, int C>
@@ -9,8 +9,8 @@ inline void scale_scores(thread AccTile<R, C>& s, float scale) {
   UNROLL for (int i = 0; i < R; ++i) { scale_row(s, i, scale * LOG2_E); }
 }
 
-// Running maximum and sum of each row (eq. 2). l holds this lane's part of the sum until
-// finish: one reduction a row instead of one a block.
+// Running maximum and sum of each row (eq. 2). l holds this lane's part of the sum
+// until finish: one reduction per row instead of one per block.
 template <int R>
 struct OnlineSoftmax {
   RowValues<R> m, l;
@@ -49,8 +49,7 @@ struct OnlineSoftmax {
       const float sum = over_row_sum(l.value[i]);
       const bool empty = sum == 0.0f;
       scale_row(acc, i, empty ? 0.0f : 1.0f / sum);
-      l.value[i] =
-          empty ? minus_infinity() : LN_2 * (m.value[i] + log_base_2(sum));
+      l.value[i] = empty ? minus_infinity() : LN_2 * (m.value[i] + log_base_2(sum));
     }
   }
 };

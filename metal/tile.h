@@ -1,13 +1,13 @@
 // tile: the words that the kernels are written in, for Apple's 8x8 simdgroup matrices.
 //
 // Fragment   8x8 elements, spread over the 32 lanes of a simdgroup. Each lane holds two
-//            neighbours of one row, at frag_row(lane) and frag_col(lane). Metal leaves this
-//            map unspecified; lane_map.h lets the host compare it with the device's.
+//            neighbours of one row, at frag_row(lane) and frag_col(lane). Metal leaves
+//            this map unspecified; lane_map.h compares it with the device's.
 // Tiles      R x C fragments in registers. A simdgroup owns 8 * R rows; in an AccTile a
-//            lane sees R row slots and 2 * C column slots, and asks for their place with
-//            tile_row and tile_col, so that per-row numbers are plain floats per lane.
-// Shared     Rows in threadgroup memory stand RowStride apart: an odd multiple of 16 bytes,
-//            which keeps the fragment loads free of bank conflicts for 16-bit types.
+//            lane sees R row slots and 2 * C column slots, and asks for their place
+//            with tile_row and tile_col: per-row numbers are plain floats per lane.
+// Shared     Rows in threadgroup memory stand RowStride apart: an odd multiple of 16
+//            bytes, which keeps fragment loads of 16-bit types free of bank conflicts.
 // Edges      Rows past the end of an array read as zeros and are never stored.
 
 #include <metal_simdgroup>
@@ -220,8 +220,8 @@ inline void stage(threadgroup T* to_tg, Operand<T> from, int b, int h, int row,
 
 // This simdgroup's rows [row, row + 8 R) of head (b, h), in registers.
 template <typename T, int R, int C>
-inline void load_rows(thread RowTile<T, R, C>& x, Operand<T> from, int b, int h, int row,
-                      int n_rows, Worker at) {
+inline void load_rows(thread RowTile<T, R, C>& x, Operand<T> from, int b, int h,
+                      int row, int n_rows, Worker at) {
   UNROLL for (int r = 0; r < R; ++r) {
     const int t = row + tile_row(at, r);
     const device T* first = from.data + offset(from.stride, b, h, t);
@@ -235,10 +235,10 @@ inline void load_rows(thread RowTile<T, R, C>& x, Operand<T> from, int b, int h,
   }
 }
 
-// The same rows as a left operand: in registers, where rows_tg is not used, or in rows_tg.
+// The same rows as a left operand: in registers (rows_tg is not used), or in rows_tg.
 template <typename T, int R, int C>
-inline void load_left(thread RowTile<T, R, C>& x, threadgroup T* rows_tg, Operand<T> from,
-                      int b, int h, int row, int n_rows, Worker at) {
+inline void load_left(thread RowTile<T, R, C>& x, threadgroup T* rows_tg,
+                      Operand<T> from, int b, int h, int row, int n_rows, Worker at) {
   load_rows(x, from, b, h, row, n_rows, at);
 }
 template <typename T, int R, int C>
@@ -302,8 +302,8 @@ inline void store_row_values(device float* to, thread RowValues<R>& x, int row,
 
 // Numbers of the rows [row, row + ROWS) to threadgroup memory, zeros from n_rows on.
 template <int ROWS, int THREADS>
-inline void stage_values(threadgroup float* to_tg, RowOperand from, int b, int h, int row,
-                         int n_rows, Worker at) {
+inline void stage_values(threadgroup float* to_tg, RowOperand from, int b, int h,
+                         int row, int n_rows, Worker at) {
   for (int r = at.thread_index; r < ROWS; r += THREADS) {
     to_tg[r] = row + r < n_rows ? from.data[offset(from.stride, b, h, row + r)] : 0.0f;
   }

@@ -168,9 +168,7 @@ def attention_function(
         backward = partial(kernels.attention_backward, backend=backend_name)
 
     @mx.custom_function
-    def attention(
-        q: mx.array, k: mx.array, v: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def attention(q: mx.array, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         return forward(q, k, v, scale=scale, causal=causal)
 
     # The backward is a custom function of its own, so that differentiating it raises
@@ -181,9 +179,7 @@ def attention_function(
     ) -> tuple[mx.array, mx.array, mx.array]:
         q, k, v, out, lse, dout, dlse = arrays
         with mx.stream(stream or mx.default_stream(mx.default_device())):
-            return backward(
-                q, k, v, out, lse, dout, dlse, scale=scale, causal=causal
-            )
+            return backward(q, k, v, out, lse, dout, dlse, scale=scale, causal=causal)
 
     @attention_gradient.vjp
     def second_order(*_: object) -> None:

@@ -23,7 +23,7 @@ def backend() -> str:
     return "metal" if mx.metal.is_available() else "reference"
 
 
-class use_backend:  # noqa: N801 -- used like a function
+class use_backend:
     """Choose the back end: a plain call, or a context manager that undoes it.
 
     Args:

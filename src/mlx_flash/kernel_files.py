@@ -18,7 +18,9 @@ def kernel_folder(name: str) -> Path:
     for folder in (package / name, package.parents[1] / name):
         if folder.is_dir():
             return folder
-    raise FileNotFoundError(f"mlx_flash: kernel sources {name!r} not found at {package}")
+    raise FileNotFoundError(
+        f"mlx_flash: kernel sources {name!r} not found at {package}"
+    )
 
 
 @cache

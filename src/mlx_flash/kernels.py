@@ -280,12 +280,12 @@ def blocks(length: int, block: int) -> int:
 def check_head_dims(q: mx.array, v: mx.array, backend: str) -> None:
     """Raise NotImplementedError for head dims that no kernel has."""
     D, Dv = q.shape[3], v.shape[3]
-    if D != Dv or D not in tiles.HEAD_DIMS:
+    if Dv != D or D not in tiles.HEAD_DIMS:
         supported = ", ".join(map(str, tiles.HEAD_DIMS))
         raise NotImplementedError(
-            f"[flash_attention] no kernel for head dim {D} of q and k with {Dv} of v on "
-            f"back end {backend!r}; kernels exist for equal head dims {supported}; pad "
-            "the head dim with zeros, or use the back end 'reference'"
+            f"[flash_attention] no kernel for head dim {D} of q and k with {Dv} of v "
+            f"on back end {backend!r}; kernels exist for equal head dims {supported}; "
+            "pad the head dim with zeros, or use the back end 'reference'"
         )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypedDict, cast
 
 import mlx.core as mx
 
 from mlx_flash.kernel_files import read_header
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 TemplateValue = int | bool | mx.Dtype
 
@@ -41,18 +45,21 @@ class KernelCall:
     threads: int
 
 
+class LaunchArguments(TypedDict):
+    """Arguments of a launch besides the inputs; the grid counts threads."""
+
+    template: list[tuple[str, TemplateValue]]
+    grid: tuple[int, int, int]
+    threadgroup: tuple[int, int, int]
+    output_shapes: list[tuple[int, ...]]
+    output_dtypes: list[mx.Dtype]
+
+
 class Kernel(Protocol):
     """What ``mx.fast.metal_kernel`` and ``simulator.metal_kernel`` return."""
 
     def __call__(
-        self,
-        *,
-        inputs: list[mx.array],
-        template: list[tuple[str, TemplateValue]],
-        grid: tuple[int, int, int],
-        threadgroup: tuple[int, int, int],
-        output_shapes: list[tuple[int, ...]],
-        output_dtypes: list[mx.Dtype],
+        self, *, inputs: list[mx.array], **arguments: Unpack[LaunchArguments]
     ) -> list[mx.array]:
         """Launch."""
         ...
@@ -78,17 +85,27 @@ def metal_source(call: KernelCall) -> str:
 
 def run(call: KernelCall, backend: str) -> list[mx.array]:
     """Launch on ``"metal"`` or ``"simulator"``; returns the outputs."""
-    names = tuple(call.inputs), tuple(name for name, _, _ in call.outputs)
-    kernel = metal_kernel(call.name, *names, metal_source(call), call.headers, backend)
-    x, y, z = call.groups
-    return kernel(
-        inputs=list(call.inputs.values()),
-        template=list(call.template),
-        grid=(x * call.threads, y, z),
-        threadgroup=(call.threads, 1, 1),
-        output_shapes=[shape for _, shape, _ in call.outputs],
-        output_dtypes=[dtype for _, _, dtype in call.outputs],
+    return kernel_object(call, backend)(
+        inputs=list(call.inputs.values()), **launch_arguments(call)
     )
+
+
+def kernel_object(call: KernelCall, backend: str) -> Kernel:
+    """The kernel that a call launches."""
+    names = tuple(call.inputs), tuple(name for name, _, _ in call.outputs)
+    return metal_kernel(call.name, *names, metal_source(call), call.headers, backend)
+
+
+def launch_arguments(call: KernelCall) -> LaunchArguments:
+    """What a kernel is called with besides its inputs."""
+    x, y, z = call.groups
+    return {
+        "template": list(call.template),
+        "grid": (x * call.threads, y, z),
+        "threadgroup": (call.threads, 1, 1),
+        "output_shapes": [shape for _, shape, _ in call.outputs],
+        "output_dtypes": [dtype for _, _, dtype in call.outputs],
+    }
 
 
 @cache
@@ -100,14 +117,14 @@ def metal_kernel(
     headers: tuple[str, ...],
     backend: str,
 ) -> Kernel:
-    """The kernel object: one per text, however often and for whatever shapes it runs."""
+    """The kernel object: one per text, for whatever shapes it runs."""
     if backend == "simulator":
         from mlx_flash import simulator  # needs more than the package's dependencies
 
-        make = simulator.metal_kernel
+        make = cast(Callable[..., Kernel], simulator.metal_kernel)
     else:
-        make = mx.fast.metal_kernel
-    kernel = make(
+        make = cast(Callable[..., Kernel], mx.fast.metal_kernel)
+    return make(
         name=name,
         input_names=list(input_names),
         output_names=list(output_names),
@@ -115,4 +132,3 @@ def metal_kernel(
         header="".join(read_header("metal", stem) for stem in headers),
         ensure_row_contiguous=False,
     )
-    return cast(Kernel, kernel)

@@ -46,14 +46,14 @@ def find_compiler() -> tuple[str, ...]:
         SimulatorError: There is none.
     """
     command = shlex.split(os.environ.get("CXX", ""))
-    for name in (command[:1] or ["c++", "g++", "clang++"]):
+    for name in command[:1] or ["c++", "g++", "clang++"]:
         path = shutil.which(name)
         if path:
             return (path, *command[1:])
     raise SimulatorError(
-        "[simulator] no C++ compiler found (tried $CXX, c++, g++, clang++); install one: "
-        "'apt-get install g++' on Debian and Ubuntu, 'dnf install gcc-c++' on Fedora, "
-        "'xcode-select --install' on macOS"
+        "[simulator] no C++ compiler found (tried $CXX, c++, g++, clang++); install "
+        "one: 'apt-get install g++' on Debian or Ubuntu, 'dnf install gcc-c++' on "
+        "Fedora, 'xcode-select --install' on macOS"
     )
 
 
@@ -69,7 +69,9 @@ def toolchain() -> tuple[tuple[str, ...], str]:
     if processor == "x86_64":
         command = (*command, "-march=native")
         info = Path("/proc/cpuinfo")
-        flags = re.search(r"^flags.*$", info.read_text(), re.M) if info.exists() else None
+        flags = (
+            re.search(r"^flags.*$", info.read_text(), re.M) if info.exists() else None
+        )
         processor += flags.group() if flags else platform.node()
     headers = "".join(path.read_text() for path in sorted(INCLUDE.iterdir()))
     return command, "\n".join([*command, version, processor, headers])
@@ -118,7 +120,9 @@ def explain(messages: str, text: str, limit: int = 8) -> str:
     """The compiler's errors, each with the kernel's own line below it."""
     lines = numbered_lines(text)
     found = []
-    for match in re.finditer(r"^(.+?):(\d+):(?:\d+:)? (?:fatal )?error: (.*)$", messages, re.M):
+    for match in re.finditer(
+        r"^(.+?):(\d+):(?:\d+:)? (?:fatal )?error: (.*)$", messages, re.M
+    ):
         file, line, message = match[1], int(match[2]), match[3]
         shown = lines.get((file, line), "").strip()
         found.append(f"  {Path(file).name}:{line}: {message}\n    {shown}".rstrip())

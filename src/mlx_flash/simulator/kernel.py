@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ ALIGNMENT = 64
 POISON = 0xFF
 MESSAGE_BYTES = 8192
 BUFFERS_LIMIT = 31
+THREADS_LIMIT = 1024
 
 # numpy has no bfloat16: those arrays travel as their bits.
 NUMPY_DTYPES = {
@@ -74,6 +76,10 @@ def metal_kernel(
     """
     if atomic_outputs:
         raise NotImplementedError("[simulator] atomic_outputs is not implemented yet")
+    # older MLX does not know the argument
+    options: dict[str, Any] = {}
+    if compile_options is not None:
+        options["compile_options"] = compile_options
     generator = mx.fast.metal_kernel(
         name=name,
         input_names=list(input_names),
@@ -81,7 +87,7 @@ def metal_kernel(
         source=source,
         header=header,
         ensure_row_contiguous=ensure_row_contiguous,
-        **({"compile_options": compile_options} if compile_options else {}),
+        **options,
     )
 
     def call(
@@ -97,6 +103,12 @@ def metal_kernel(
         stream: mx.Stream | mx.Device | None = None,
     ) -> list[mx.array]:
         del stream  # the CPU has one place to run
+        n_threads = math.prod(threadgroup)
+        if n_threads > THREADS_LIMIT:
+            raise SimulatorError(
+                f"[simulator] kernel {name!r} asks for threadgroups of {n_threads} "
+                f"threads; Metal allows {THREADS_LIMIT}"
+            )
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         evaluate(arrays, name)
         record = generated_kernel(
@@ -161,7 +173,7 @@ def generated_kernel(
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the kernel function: a buffer, or an attribute such as a position."""
+    """A parameter of the kernel function: a buffer, or a position in the grid."""
 
     name: str
     attribute: str
@@ -318,13 +330,12 @@ def run(
             view = np.ascontiguousarray(view)
         bind(*guarded_copy(view))
         strides = [step // view.itemsize for step in view.strides]
-        for used, values, dtype in (
-            (use_shape, view.shape, np.int32),
-            (use_strides, strides, np.int64),
-            (use_ndim, [view.ndim], np.int32),
+        for used, numbers in (
+            (use_shape, np.array(view.shape, np.int32)),
+            (use_strides, np.array(strides, np.int64)),
+            (use_ndim, np.array(view.ndim, np.int32)),
         ):
             if used and array.ndim:
-                numbers = np.array(values, dtype)
                 keep.append(numbers)
                 addresses.append(numbers.ctypes.data)
 
@@ -364,13 +375,15 @@ def call_library(
     failed = kernel.library.simulator_launch(
         (ctypes.c_void_p * len(addresses))(*addresses),
         (ctypes.c_uint * 3)(*grid),
-        (ctypes.c_uint * 3)(*(min(g, t) for g, t in zip(grid, threadgroup, strict=True))),
+        (ctypes.c_uint * 3)(
+            *(min(g, t) for g, t in zip(grid, threadgroup, strict=True))
+        ),
         message,
         ctypes.c_size_t(MESSAGE_BYTES),
     )
     if failed:
         raise SimulatorError(
-            f"[simulator] kernel {kernel.name!r} {message.value.decode(errors='replace')}"
+            f"[simulator] kernel {kernel.name!r} {message.value.decode()}"
         )
 
 
@@ -381,7 +394,7 @@ def numpy_view(array: mx.array) -> npt.NDArray[Any]:
 
 
 def guarded_copy(view: npt.NDArray[Any]) -> tuple[GuardedBuffer, int]:
-    """The bytes that a view spans, copied between guards; and its first element there."""
+    """The bytes that a view spans, between guards, and where its first element is."""
     if view.size == 0:
         return GuardedBuffer(0), 0
     low, high = np.lib.array_utils.byte_bounds(view)

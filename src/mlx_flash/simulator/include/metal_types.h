@@ -76,9 +76,9 @@ template <typename T>
 struct is_plain_number {
   enum : bool { value = __is_enum(T) };
 };
-#define SIMULATOR_PLAIN(T) \
-  template <>              \
-  struct is_plain_number<T> { \
+#define SIMULATOR_PLAIN(T)        \
+  template <>                     \
+  struct is_plain_number<T> {     \
     enum : bool { value = true }; \
   };
 SIMULATOR_PLAIN(bool)
@@ -100,38 +100,46 @@ SIMULATOR_PLAIN(float)
 
 // half converts from and to float implicitly; bfloat converts to float implicitly, but
 // nothing converts to bfloat implicitly (MSL 2.1).
-#define SIMULATOR_SMALL_FLOAT(NAME, FORMAT, EXPLICIT)                              \
-  struct NAME {                                                                    \
-    uint16_t bits;                                                                 \
-    NAME() = default;                                                              \
-    template <typename U, typename = typename simulator::enable_if<                \
-                              simulator::is_plain_number<U>::value>::type>         \
-    EXPLICIT constexpr NAME(U x) : bits(simulator::FORMAT::to_bits(float(x))) {}   \
-    operator float() const { return simulator::FORMAT::to_float(bits); }           \
-    NAME operator-() const { return NAME(-float(*this)); }                         \
-    friend NAME operator+(NAME a, NAME b) { return NAME(float(a) + float(b)); }    \
-    friend NAME operator-(NAME a, NAME b) { return NAME(float(a) - float(b)); }    \
-    friend NAME operator*(NAME a, NAME b) { return NAME(float(a) * float(b)); }    \
-    friend NAME operator/(NAME a, NAME b) { return NAME(float(a) / float(b)); }    \
-    template <typename U>                                                          \
-    NAME& operator+=(U b) { return *this = NAME(float(*this) + float(b)); }        \
-    template <typename U>                                                          \
-    NAME& operator-=(U b) { return *this = NAME(float(*this) - float(b)); }        \
-    template <typename U>                                                          \
-    NAME& operator*=(U b) { return *this = NAME(float(*this) * float(b)); }        \
-    template <typename U>                                                          \
-    NAME& operator/=(U b) { return *this = NAME(float(*this) / float(b)); }        \
-  };                                                                               \
-  SIMULATOR_MIXED_OPERATOR(NAME, +)                                                \
-  SIMULATOR_MIXED_OPERATOR(NAME, -)                                                \
-  SIMULATOR_MIXED_OPERATOR(NAME, *)                                                \
+#define SIMULATOR_SMALL_FLOAT(NAME, FORMAT, EXPLICIT)                            \
+  struct NAME {                                                                  \
+    uint16_t bits;                                                               \
+    NAME() = default;                                                            \
+    template <typename U, typename = typename simulator::enable_if<              \
+                              simulator::is_plain_number<U>::value>::type>       \
+    EXPLICIT constexpr NAME(U x) : bits(simulator::FORMAT::to_bits(float(x))) {} \
+    operator float() const { return simulator::FORMAT::to_float(bits); }         \
+    NAME operator-() const { return NAME(-float(*this)); }                       \
+    friend NAME operator+(NAME a, NAME b) { return NAME(float(a) + float(b)); }  \
+    friend NAME operator-(NAME a, NAME b) { return NAME(float(a) - float(b)); }  \
+    friend NAME operator*(NAME a, NAME b) { return NAME(float(a) * float(b)); }  \
+    friend NAME operator/(NAME a, NAME b) { return NAME(float(a) / float(b)); }  \
+    template <typename U>                                                        \
+    NAME& operator+=(U b) {                                                      \
+      return *this = NAME(float(*this) + float(b));                              \
+    }                                                                            \
+    template <typename U>                                                        \
+    NAME& operator-=(U b) {                                                      \
+      return *this = NAME(float(*this) - float(b));                              \
+    }                                                                            \
+    template <typename U>                                                        \
+    NAME& operator*=(U b) {                                                      \
+      return *this = NAME(float(*this) * float(b));                              \
+    }                                                                            \
+    template <typename U>                                                        \
+    NAME& operator/=(U b) {                                                      \
+      return *this = NAME(float(*this) / float(b));                              \
+    }                                                                            \
+  };                                                                             \
+  SIMULATOR_MIXED_OPERATOR(NAME, +)                                              \
+  SIMULATOR_MIXED_OPERATOR(NAME, -)                                              \
+  SIMULATOR_MIXED_OPERATOR(NAME, *)                                              \
   SIMULATOR_MIXED_OPERATOR(NAME, /)
 
 // A 16-bit float with a float gives a float, with an integer a 16-bit float.
-#define SIMULATOR_MIXED_OPERATOR(NAME, OP)                                         \
-  inline float operator OP(NAME a, float b) { return float(a) OP b; }              \
-  inline float operator OP(float a, NAME b) { return a OP float(b); }              \
-  inline NAME operator OP(NAME a, int b) { return NAME(float(a) OP float(b)); }    \
+#define SIMULATOR_MIXED_OPERATOR(NAME, OP)                                      \
+  inline float operator OP(NAME a, float b) { return float(a) OP b; }           \
+  inline float operator OP(float a, NAME b) { return a OP float(b); }           \
+  inline NAME operator OP(NAME a, int b) { return NAME(float(a) OP float(b)); } \
   inline NAME operator OP(int a, NAME b) { return NAME(float(a) OP float(b)); }
 
 SIMULATOR_SMALL_FLOAT(half, HalfFormat, )
@@ -180,24 +188,24 @@ struct vec<T, 4> {
   const T& operator[](int i) const { return reinterpret_cast<const T*>(this)[i]; }
 };
 
-#define SIMULATOR_VECTOR_OPERATOR(OP)                              \
-  template <typename T, int N>                                     \
-  vec<T, N> operator OP(const vec<T, N>& a, const vec<T, N>& b) {  \
-    vec<T, N> r;                                                   \
-    for (int i = 0; i < N; ++i) r[i] = a[i] OP b[i];               \
-    return r;                                                      \
-  }                                                                \
-  template <typename T, int N>                                     \
-  vec<T, N> operator OP(const vec<T, N>& a, T b) {                 \
-    return a OP vec<T, N>(b);                                      \
-  }                                                                \
-  template <typename T, int N>                                     \
-  vec<T, N> operator OP(T a, const vec<T, N>& b) {                 \
-    return vec<T, N>(a) OP b;                                      \
-  }                                                                \
-  template <typename T, int N, typename U>                         \
-  vec<T, N>& operator OP##=(vec<T, N>& a, const U& b) {            \
-    return a = a OP b;                                             \
+#define SIMULATOR_VECTOR_OPERATOR(OP)                             \
+  template <typename T, int N>                                    \
+  vec<T, N> operator OP(const vec<T, N>& a, const vec<T, N>& b) { \
+    vec<T, N> r;                                                  \
+    for (int i = 0; i < N; ++i) r[i] = a[i] OP b[i];              \
+    return r;                                                     \
+  }                                                               \
+  template <typename T, int N>                                    \
+  vec<T, N> operator OP(const vec<T, N>& a, T b) {                \
+    return a OP vec<T, N>(b);                                     \
+  }                                                               \
+  template <typename T, int N>                                    \
+  vec<T, N> operator OP(T a, const vec<T, N>& b) {                \
+    return vec<T, N>(a) OP b;                                     \
+  }                                                               \
+  template <typename T, int N, typename U>                        \
+  vec<T, N>& operator OP## = (vec<T, N> & a, const U& b) {        \
+    return a = a OP b;                                            \
   }
 SIMULATOR_VECTOR_OPERATOR(+)
 SIMULATOR_VECTOR_OPERATOR(-)

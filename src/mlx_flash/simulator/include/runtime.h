@@ -78,9 +78,9 @@ struct Threadgroup {
   Simdgroup simd[MAX_SIMDGROUPS];
   // Threadgroup memory: arrays in order of their first use, guard bytes between them.
   unsigned char* memory;
-  unsigned used;                 // guards included
-  unsigned declared;             // guards excluded
-  int offset[MAX_ARRAYS];        // -1: not met yet
+  unsigned used;           // guards included
+  unsigned declared;       // guards excluded
+  int offset[MAX_ARRAYS];  // -1: not met yet
   unsigned bytes[MAX_ARRAYS];
   const char* name[MAX_ARRAYS];
 
@@ -174,8 +174,9 @@ inline void begin_report(Report& report, const Threadgroup& group) {
   Threadgroup& group = *me->group;
   Report report(*group.launch);
   begin_report(report, group);
-  report.add("the threads diverged: not all of them reach the same barrier or "
-             "simdgroup operation\n");
+  report.add(
+      "the threads diverged: not all of them reach the same barrier or "
+      "simdgroup operation\n");
   for (unsigned first = 0, next; first < group.threads; first = next) {
     const Lane* a = group.lane(first);
     for (next = first + 1; next < group.threads; ++next) {
@@ -184,9 +185,11 @@ inline void begin_report(Report& report, const Threadgroup& group) {
       if (!a->returned && !(a->waits_at == b->waits_at)) break;
     }
     report.add("  threads %u-%u ", first, next - 1);
-    if (a->returned) report.add("have returned\n");
-    else report.add("wait at %s, %s:%d\n", a->waits_at.operation, a->waits_at.file,
-                    a->waits_at.line);
+    if (a->returned)
+      report.add("have returned\n");
+    else
+      report.add("wait at %s, %s:%d\n", a->waits_at.operation, a->waits_at.file,
+                 a->waits_at.line);
   }
   leave(me);
 }
@@ -258,8 +261,9 @@ T& threadgroup_memory(int id, const char* name) {
     group.declared += (sizeof(T) + 15) / 16 * 16;
     if (group.declared > THREADGROUP_BYTES) {
       Report report(*group.launch);
-      report.add("threadgroup memory: %u bytes are declared up to %s; Metal allows %u\n",
-                 group.declared, name, unsigned(THREADGROUP_BYTES));
+      report.add(
+          "threadgroup memory: %u bytes are declared up to %s; Metal allows %u\n",
+          group.declared, name, unsigned(THREADGROUP_BYTES));
       leave(me);
     }
     group.offset[id] = group.used;
@@ -278,8 +282,9 @@ inline void check_threadgroup_guards(Threadgroup& group) {
       if (group.memory[end + i] == POISON) continue;
       Report report(*group.launch);
       begin_report(report, group);
-      report.add("a write past the end of threadgroup array %s (%u bytes), at byte %u\n",
-                 group.name[id], group.bytes[id], group.bytes[id] + i);
+      report.add(
+          "a write past the end of threadgroup array %s (%u bytes), at byte %u\n",
+          group.name[id], group.bytes[id], group.bytes[id] + i);
       return;
     }
   }
@@ -300,8 +305,8 @@ inline void run_lane() {
 }
 
 inline void* fresh_stack(Lane* lane) {
-  void** top = reinterpret_cast<void**>(reinterpret_cast<unsigned char*>(lane) +
-                                        STACK_BYTES);
+  void** top =
+      reinterpret_cast<void**>(reinterpret_cast<unsigned char*>(lane) + STACK_BYTES);
 #if defined(__x86_64__)
   top -= 2;  // keeps the stack 16-byte aligned at the call that never was
   *top = reinterpret_cast<void*>(&run_lane);
@@ -330,8 +335,14 @@ inline void run_threadgroup(Threadgroup& group) {
   }
   for (unsigned t = 0; t < group.threads; ++t) {
     Lane* lane = group.lane(t);
-    *lane = Lane{fresh_stack(lane), &group.simd[t / SIMD_WIDTH], &group, {}, t % SIMD_WIDTH,
-                 t, 0, false};
+    *lane = Lane{fresh_stack(lane),
+                 &group.simd[t / SIMD_WIDTH],
+                 &group,
+                 {},
+                 t % SIMD_WIDTH,
+                 t,
+                 0,
+                 false};
   }
   simulator_switch_stack(&launch.main_stack_pointer, group.lane(0)->stack_pointer);
   if (!launch.message[0]) check_threadgroup_guards(group);
@@ -426,7 +437,8 @@ inline metal::uint3 threads_per_grid(const Lane& lane) {
 inline metal::uint3 grid_size(const Lane& lane) { return threads_per_grid(lane); }
 inline metal::uint3 grid_origin(const Lane&) { return metal::uint3(0u); }
 inline metal::uint3 threadgroups_per_grid(const Lane& lane) {
-  const Position grid = lane.group->launch->grid, size = lane.group->launch->threadgroup;
+  const Position grid = lane.group->launch->grid,
+                 size = lane.group->launch->threadgroup;
   return metal::uint3(groups_along(grid.x, size.x), groups_along(grid.y, size.y),
                       groups_along(grid.z, size.z));
 }
@@ -459,12 +471,16 @@ inline unsigned thread_execution_width(const Lane&) { return SIMD_WIDTH; }
 }  // namespace simulator
 
 // The library's one visible function.
-#define SIMULATOR_ENTRY(KERNEL)                                                         \
-  extern "C" __attribute__((visibility("default"))) int simulator_launch(               \
-      void* const* buffers, const unsigned* grid, const unsigned* group,              \
-      char* message, size_t message_size) {                                             \
-    simulator::Launch launch = {                                                        \
-        KERNEL, buffers, {grid[0], grid[1], grid[2]},                                   \
-        {group[0], group[1], group[2]}, nullptr, message, message_size}; \
-    return simulator::run(launch);                                                      \
+#define SIMULATOR_ENTRY(KERNEL)                                           \
+  extern "C" __attribute__((visibility("default"))) int simulator_launch( \
+      void* const* buffers, const unsigned* grid, const unsigned* group,  \
+      char* message, size_t message_size) {                               \
+    simulator::Launch launch = {KERNEL,                                   \
+                                buffers,                                  \
+                                {grid[0], grid[1], grid[2]},              \
+                                {group[0], group[1], group[2]},           \
+                                nullptr,                                  \
+                                message,                                  \
+                                message_size};                            \
+    return simulator::run(launch);                                        \
   }
