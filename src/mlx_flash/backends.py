@@ -8,6 +8,7 @@ from types import TracebackType
 import mlx.core as mx
 
 NAMES = ("metal", "simulator", "reference")
+SIMULATOR_PACKAGES = ("platformdirs", "elftools", "clang")
 
 _selected: str | None = None
 
@@ -52,10 +53,11 @@ class use_backend:
                 "[use_backend] 'metal' needs a Mac with MLX's Metal build, which this "
                 "machine lacks; use 'reference', or 'simulator' to execute the kernels"
             )
-        if name == "simulator" and importlib.util.find_spec("platformdirs") is None:
+        missing = [p for p in SIMULATOR_PACKAGES if importlib.util.find_spec(p) is None]
+        if name == "simulator" and missing:
             raise ValueError(
-                "[use_backend] 'simulator' needs the package platformdirs; "
-                "install it with: pip install 'mlx-flash-attention[simulator]'"
+                f"[use_backend] 'simulator' needs {', '.join(missing)}; "
+                "install with: pip install 'mlx-flash-attention[simulator]'"
             )
         global _selected
         self.previous = _selected

@@ -150,8 +150,3 @@ def test_tracing_by_compile_is_refused_with_advice():
 
     with pytest.raises(simulator.SimulatorError, match=r"mx\.compile.*'reference'"):
         mx.compile(double)(A)
-
-
-def test_atomic_outputs_are_refused_by_name():
-    with pytest.raises(NotImplementedError, match="atomic_outputs"):
-        simulator.metal_kernel("x", [], ["out"], "", atomic_outputs=True)

@@ -23,14 +23,29 @@ FLAGS = (
     "-std=c++17",
     "-O2",
     "-fPIC",
-    "-shared",
     "-fvisibility=hidden",
     "-fno-exceptions",
     "-fno-rtti",
     # a * b + c stays two roundings wherever it is inlined, so that bits do not change
     "-ffp-contract=off",
     "-w",
+    "-pthread",
 )
+# How a kernel is built. "checked" reports every load and store (include/checks.h): it
+# is compiled for the thread sanitizer but not linked with it. "fast_math" may reorder
+# sums and assumes that there are no infinities and no NaNs.
+BUILDS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "checked": ("-fsanitize=thread", "-g1", "-DSIMULATOR_CHECKED"),
+    "fast_math": (
+        "-fassociative-math",
+        "-freciprocal-math",
+        "-ffinite-math-only",
+        "-fno-signed-zeros",
+        "-fno-trapping-math",
+        "-fno-math-errno",
+    ),
+}
 
 
 def cache_folder() -> Path:
@@ -77,7 +92,7 @@ def toolchain() -> tuple[tuple[str, ...], str]:
     return command, "\n".join([*command, version, processor, headers])
 
 
-def build(text: str, name: str) -> Path:
+def build(text: str, name: str, kind: str = "plain") -> Path:
     """Path of the shared library for a text; compiles it if nobody has before.
 
     Several processes may build the same text at once: each writes a file of its own
@@ -87,25 +102,26 @@ def build(text: str, name: str) -> Path:
         SimulatorError: The text does not compile; the message shows the lines.
     """
     command, identity = toolchain()
-    digest = hashlib.sha256(f"{identity}\n{text}".encode()).hexdigest()[:32]
+    content = "\n".join([identity, *BUILDS[kind], text])
+    digest = hashlib.sha256(content.encode()).hexdigest()[:32]
     library = cache_folder() / f"{digest}.so"
     if library.exists():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         source, output = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
+        machine_code = source.with_suffix(".o")
         source.write_text(text)
-        result = subprocess.run(
-            [*command, str(source), "-o", str(output)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if result.returncode:
-            raise SimulatorError(
-                f"[simulator] kernel {name!r} does not compile:\n"
-                + explain(result.stderr, text)
-            )
+        for step in (
+            [*command, *BUILDS[kind], "-c", str(source), "-o", str(machine_code)],
+            [*command, "-shared", str(machine_code), "-o", str(output)],
+        ):
+            result = subprocess.run(step, capture_output=True, text=True, check=False)
+            if result.returncode:
+                raise SimulatorError(
+                    f"[simulator] kernel {name!r} does not compile:\n"
+                    + explain(result.stderr, text)
+                )
         output.replace(library)
     return library
 

@@ -1,12 +1,10 @@
-"""``metal_kernel``: takes MLX's own generated text, compiles it, runs it on the CPU."""
+"""``metal_kernel``: MLX's own generated text, executed and checked on the CPU."""
 
 from __future__ import annotations
 
-import ctypes
+import dataclasses
 import math
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,31 +12,20 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_flash.simulator.compiler import build, load
+from mlx_flash.simulator import checks as checks_in_force
+from mlx_flash.simulator.checks import LaunchRecord, Options, check_names
 from mlx_flash.simulator.errors import SimulatorError
+from mlx_flash.simulator.machine import Work, run
+from mlx_flash.simulator.program import (
+    generated_kernel,
+    numbered,
+    parse_parameters,
+    program,
+)
+from mlx_flash.simulator.strict import check_text
 
-GUARD_BYTES = 4096
-ALIGNMENT = 64
-POISON = 0xFF
-MESSAGE_BYTES = 8192
 BUFFERS_LIMIT = 31
 THREADS_LIMIT = 1024
-
-# numpy has no bfloat16: those arrays travel as their bits.
-NUMPY_DTYPES = {
-    mx.bool_: np.bool_,
-    mx.uint8: np.uint8,
-    mx.uint16: np.uint16,
-    mx.uint32: np.uint32,
-    mx.uint64: np.uint64,
-    mx.int8: np.int8,
-    mx.int16: np.int16,
-    mx.int32: np.int32,
-    mx.int64: np.int64,
-    mx.float16: np.float16,
-    mx.bfloat16: np.uint16,
-    mx.float32: np.float32,
-}
 
 
 def metal_kernel(
@@ -50,6 +37,8 @@ def metal_kernel(
     ensure_row_contiguous: bool = True,
     atomic_outputs: bool = False,
     compile_options: dict[str, str] | None = None,
+    *,
+    checks: str | Iterable[str] = (),
 ) -> Callable[..., list[mx.array]]:
     """A kernel that runs on the CPU; the constructor of ``mx.fast.metal_kernel``.
 
@@ -60,8 +49,10 @@ def metal_kernel(
         source: Body of the kernel.
         header: Text before the kernel: functions, includes.
         ensure_row_contiguous: Copy inputs that are not row-contiguous first.
-        atomic_outputs: Not implemented yet.
+        atomic_outputs: The outputs are ``device atomic<T>*``.
         compile_options: As for MLX; the simulator's arithmetic is always the safe one.
+        checks: ``"all"`` or names of ``simulator.CHECKS``, for every launch of this
+            kernel; ``simulator.checked`` switches them on for all kernels.
 
     Returns:
         A callable with the call of MLX's kernels: ``inputs``, ``template``, ``grid``
@@ -70,12 +61,11 @@ def metal_kernel(
         evaluated arrays.
 
     Raises:
-        NotImplementedError: ``atomic_outputs`` is set.
-        SimulatorError: On a call, when the kernel does not compile or when it wrote
-            out of bounds, diverged at a barrier or exceeded a limit of Metal.
+        ValueError: A check is unknown.
+        SimulatorError: On a call, when the kernel does not compile or a check finds
+            something; nothing is returned then.
     """
-    if atomic_outputs:
-        raise NotImplementedError("[simulator] atomic_outputs is not implemented yet")
+    own_checks = check_names(checks)
     # older MLX does not know the argument
     options: dict[str, Any] = {}
     if compile_options is not None:
@@ -87,6 +77,7 @@ def metal_kernel(
         source=source,
         header=header,
         ensure_row_contiguous=ensure_row_contiguous,
+        atomic_outputs=atomic_outputs,
         **options,
     )
 
@@ -111,7 +102,7 @@ def metal_kernel(
             )
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         evaluate(arrays, name)
-        record = generated_kernel(
+        generated = generated_kernel(
             generator,
             arrays,
             grid=grid,
@@ -120,21 +111,28 @@ def metal_kernel(
             output_dtypes=output_dtypes,
             **({"template": list(template)} if template else {}),
         )
-        text = record[1]
+        text = generated[1]
         if verbose:
             print(text)
-        launch = compiled(name, source, text)
-        return run(
-            launch,
-            arrays,
-            shape_uses=record[8],
-            row_contiguous=record[9],
+        work = Work(
+            name=name,
+            program=compiled_program(name, source, text),
+            parameters=buffer_names(name, text),
+            arrays=tuple(arrays),
+            bindings=tuple(generated[8]),
+            row_contiguous=generated[9],
             grid=grid,
             threadgroup=threadgroup,
-            output_shapes=output_shapes,
-            output_dtypes=output_dtypes,
+            output_shapes=tuple(map(tuple, output_shapes)),
+            output_dtypes=tuple(output_dtypes),
             init_value=init_value,
         )
+        options = dataclasses.replace(
+            checks_in_force.current, checks=checks_in_force.current.checks | own_checks
+        )
+        if "strict" in options.checks:
+            check_strictly(name, source, text)
+        return launch(work, options, has_fixed_order=not atomic_outputs)
 
     return call
 
@@ -151,255 +149,95 @@ def evaluate(arrays: list[mx.array], name: str) -> None:
         ) from error
 
 
-def generated_kernel(
-    generator: Any, arrays: list[mx.array], **call: Any
-) -> Sequence[Any]:
-    """The arguments of MLX's CustomKernel primitive: text, grid, what it would bind.
-
-    MLX writes the kernel's text while a function is exported, on any machine. Inputs of
-    the same shape and dtype stand in for the real ones.
-    """
-    records: list[dict[str, Any]] = []
-    mx.export_function(
-        records.append,
-        lambda *inputs: tuple(generator(inputs=list(inputs), **call)),
-        *arrays,
-    )
-    for record in records:
-        if record["type"] == "primitive" and record["name"] == "CustomKernel":
-            return record["arguments"]  # type: ignore[no-any-return]
-    raise SimulatorError("[simulator] MLX did not generate a kernel")
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter of the kernel function: a buffer, or a position in the grid."""
-
-    name: str
-    attribute: str
-    is_reference: bool
-
-    @property
-    def argument(self) -> str:
-        """C++ text that passes it."""
-        buffer = re.fullmatch(r"buffer\((\d+)\)", self.attribute)
-        if not buffer:
-            return f"simulator::{self.attribute}(lane)"
-        kind = "Reference" if self.is_reference else "Pointer"
-        return f"simulator::{kind}Argument{{buffers[{buffer[1]}]}}"
-
-
-@dataclass(frozen=True)
-class CompiledKernel:
-    """A kernel as a shared library."""
-
-    name: str
-    parameters: tuple[Parameter, ...]
-    library: ctypes.CDLL
+compiled_program = cache(program)
 
 
 @cache
-def compiled(name: str, source: str, text: str) -> CompiledKernel:
-    """Compile a generated text, once per process."""
-    parameters = parse_parameters(text)
-    n_buffers = sum(p.attribute.startswith("buffer") for p in parameters)
-    if n_buffers > BUFFERS_LIMIT:
+def buffer_names(name: str, text: str) -> tuple[str, ...]:
+    """Names of the kernel's buffers, in order."""
+    names = tuple(p.name for p in parse_parameters(text) if p.is_buffer)
+    if len(names) > BUFFERS_LIMIT:
         raise SimulatorError(
-            f"[simulator] kernel {name!r} takes {n_buffers} buffers; "
+            f"[simulator] kernel {name!r} takes {len(names)} buffers; "
             f"Metal allows {BUFFERS_LIMIT}"
         )
-    library = build(program(name, source, text, parameters), name)
-    return CompiledKernel(name, parameters, load(library))
+    return names
 
 
-def parse_parameters(text: str) -> tuple[Parameter, ...]:
-    """Parameters of the kernel function in MLX's generated text."""
-    signature = re.search(r"\[\[kernel\]\] void \w+\(\n(.*?)\) \{\n", text, re.S)
-    if not signature:
-        raise SimulatorError(f"[simulator] no kernel function in the text:\n{text}")
-    found = re.findall(r"([&*]?) ?(\w+) \[\[(.+?)\]\],?\n?", signature[1])
-    return tuple(Parameter(name, what, mark == "&") for mark, name, what in found)
+@cache
+def check_strictly(name: str, source: str, text: str) -> None:
+    """Raise what Metal's compiler would reject and a C++ compiler accepts."""
+    findings = check_text(numbered(name, source, text), name=name)
+    if findings:
+        lines = "".join(f"\n  {finding}" for finding in findings)
+        raise SimulatorError(f"[simulator] kernel {name!r} is not strict MSL:{lines}")
 
 
-def program(
-    name: str, source: str, text: str, parameters: tuple[Parameter, ...]
-) -> str:
-    """The C++ program: Metal's words, the kernel, and a function that launches it."""
-    # `constant` is C++'s const, which must not be said twice
-    text = re.sub(r"\bconst constant\b|\bconstant const\b", "constant", text)
-    before, after = text.split(source, 1)
-    instance = re.search(r"decltype\((.+?)\) ", after)
-    function = instance[1] if instance else re.search(r"void (\w+)\(\n", before)[1]  # type: ignore[index]
-    after = re.sub(r"^template \[\[host_name.*$", "", after, flags=re.M)
-    arguments = ", ".join(parameter.argument for parameter in parameters)
-    return f"""\
-#include <metal_stdlib>
-#include <metal_simdgroup>
-#include <metal_simdgroup_matrix>
-using namespace metal;
-#line 1 "header of {name}"
-{share_threadgroup_arrays(before)}
-#line 1 "source of {name}"
-{share_threadgroup_arrays(source)}
-#line 1 "end of {name}"
-{after}
-static void run_kernel(void* const* buffers, const simulator::Lane& lane) {{
-  {function}({arguments});
-}}
-SIMULATOR_ENTRY(run_kernel)
-"""
-
-
-def share_threadgroup_arrays(text: str) -> str:
-    """Turn ``threadgroup`` variables into references to storage that a group shares.
-
-    A C++ compiler would give each fiber its own. Pointers to threadgroup memory are
-    ordinary variables and stay as they are.
-    """
-    declarator = r"(\w+)\s*((?:\[[^\]]*\]\s*)*)"
-    declaration = re.compile(
-        r"\bthreadgroup\s+([\w:]+(?:\s*<[^;{}()]*>)?)\s+"
-        rf"({declarator}(?:,\s*{declarator})*);"
-    )
-    count = 0
-
-    def rewrite(match: re.Match[str]) -> str:
-        nonlocal count
-        result = []
-        for name, dimensions in re.findall(declarator, match[2]):
-            result.append(
-                f"auto& {name} = simulator::threadgroup_memory<{match[1]}{dimensions}>"
-                f'({count}, "{name}");'
-            )
-            count += 1
-        return " ".join(result)
-
-    return declaration.sub(rewrite, text)
-
-
-class GuardedBuffer:
-    """Memory of one array between two guard zones, aligned as a GPU's buffers are."""
-
-    def __init__(self, n_bytes: int) -> None:
-        self.n_bytes = n_bytes
-        total = n_bytes + 2 * GUARD_BYTES + ALIGNMENT
-        self.memory = np.full(total, POISON, np.uint8)
-        address = self.memory.ctypes.data
-        self.start = GUARD_BYTES + (-(address + GUARD_BYTES)) % ALIGNMENT
-
-    @property
-    def data(self) -> npt.NDArray[np.uint8]:
-        """The bytes between the guards."""
-        return self.memory[self.start : self.start + self.n_bytes]
-
-    def damage(self) -> int | None:
-        """Offset of the first changed guard byte from the array's start, or None."""
-        changed = self.memory != POISON
-        changed[self.start : self.start + self.n_bytes] = False
-        first = changed.argmax()
-        return int(first) - self.start if changed[first] else None
-
-
-def run(
-    kernel: CompiledKernel,
-    arrays: list[mx.array],
-    *,
-    shape_uses: Sequence[tuple[bool, bool, bool]],
-    row_contiguous: bool,
-    grid: tuple[int, int, int],
-    threadgroup: tuple[int, int, int],
-    output_shapes: Sequence[Sequence[int]],
-    output_dtypes: Sequence[mx.Dtype],
-    init_value: float | None,
-) -> list[mx.array]:
-    """One launch: guarded copies of the arrays, the kernel, the checks afterwards."""
-    addresses: list[int] = []
-    keep: list[Any] = []
-    guarded: list[tuple[str, GuardedBuffer]] = []
-    buffers = [p.name for p in kernel.parameters if p.attribute.startswith("buffer")]
-
-    def bind(buffer: GuardedBuffer, offset: int = 0) -> None:
-        addresses.append(buffer.data.ctypes.data + offset)
-        guarded.append((buffers[len(addresses) - 1], buffer))
-
-    for array, (use_shape, use_strides, use_ndim) in zip(
-        arrays, shape_uses, strict=True
-    ):
-        view = numpy_view(array)
-        if row_contiguous:
-            view = np.ascontiguousarray(view)
-        bind(*guarded_copy(view))
-        strides = [step // view.itemsize for step in view.strides]
-        for used, numbers in (
-            (use_shape, np.array(view.shape, np.int32)),
-            (use_strides, np.array(strides, np.int64)),
-            (use_ndim, np.array(view.ndim, np.int32)),
-        ):
-            if used and array.ndim:
-                keep.append(numbers)
-                addresses.append(numbers.ctypes.data)
-
-    outputs = []
-    for shape, dtype in zip(output_shapes, output_dtypes, strict=True):
-        item = np.dtype(NUMPY_DTYPES[dtype])
-        buffer = GuardedBuffer(int(np.prod(shape, dtype=np.int64)) * item.itemsize)
-        result = buffer.data.view(item).reshape(shape)
-        if init_value is not None:
-            result[...] = numpy_view(mx.array(init_value).astype(dtype))
-        bind(buffer)
-        outputs.append(result)
-
-    call_library(kernel, addresses, grid, threadgroup)
-    for name, buffer in guarded:
-        damage = buffer.damage()
-        if damage is not None:
-            where = "after its end" if damage >= 0 else "before its start"
-            raise SimulatorError(
-                f"[simulator] kernel {kernel.name!r} wrote outside buffer {name!r} "
-                f"({buffer.n_bytes} bytes): at byte {damage}, {where}"
-            )
+def launch(work: Work, options: Options, *, has_fixed_order: bool) -> list[mx.array]:
+    """Run the work once, and again in the ways that the checks ask for."""
+    kind = "checked" if options.instrumented else "plain"
+    outputs, counters = run(work, kind, options)
+    for records in options.records:
+        records.append(LaunchRecord(work.name, work.grid, work.threadgroup, counters))
+    if "schedule" in options.checks and has_fixed_order:
+        shuffled, _ = run(work, "plain", options, seed=options.seed)
+        compare_schedules(work, outputs, shuffled, options.seed)
+    if "fast_math" in options.checks:
+        reordered, _ = run(work, "fast_math", options)
+        compare_fast_math(work, outputs, reordered)
     return [
         mx.array(result).view(dtype) if dtype == mx.bfloat16 else mx.array(result)
-        for result, dtype in zip(outputs, output_dtypes, strict=True)
+        for result, dtype in zip(outputs, work.output_dtypes, strict=True)
     ]
 
 
-def call_library(
-    kernel: CompiledKernel,
-    addresses: list[int],
-    grid: tuple[int, int, int],
-    threadgroup: tuple[int, int, int],
+def output_names(work: Work) -> tuple[str, ...]:
+    """Names of the outputs: the last buffers."""
+    return work.parameters[len(work.parameters) - len(work.output_shapes) :]
+
+
+def compare_schedules(
+    work: Work,
+    in_order: list[npt.NDArray[Any]],
+    shuffled: list[npt.NDArray[Any]],
+    seed: int,
 ) -> None:
-    """Run the grid; raise what the machine reports."""
-    message = ctypes.create_string_buffer(MESSAGE_BYTES)
-    failed = kernel.library.simulator_launch(
-        (ctypes.c_void_p * len(addresses))(*addresses),
-        (ctypes.c_uint * 3)(*grid),
-        (ctypes.c_uint * 3)(
-            *(min(g, t) for g, t in zip(grid, threadgroup, strict=True))
-        ),
-        message,
-        ctypes.c_size_t(MESSAGE_BYTES),
-    )
-    if failed:
-        raise SimulatorError(
-            f"[simulator] kernel {kernel.name!r} {message.value.decode()}"
+    """Raise if the order of the threads changed a bit of an output."""
+    for name, a, b in zip(output_names(work), in_order, shuffled, strict=True):
+        differs = a.view(np.uint8) != b.view(np.uint8)
+        if differs.any():
+            element = int(differs.reshape(-1).argmax()) // a.itemsize
+            raise SimulatorError(
+                f"[simulator] kernel {work.name!r}: the order in which threads run "
+                f"(shuffled schedule, seed {seed}) changes output {name!r}, first at "
+                f"element {element}: {a.reshape(-1)[element]} becomes "
+                f"{b.reshape(-1)[element]}; run it with checks='race'"
+            )
+
+
+def compare_fast_math(
+    work: Work, safe: list[npt.NDArray[Any]], fast: list[npt.NDArray[Any]]
+) -> None:
+    """Raise if fast math changes an output by more than its rounding."""
+    for name, dtype, a, b in zip(
+        output_names(work), work.output_dtypes, safe, fast, strict=True
+    ):
+        if not mx.issubdtype(dtype, mx.floating):
+            continue
+        x, y = (
+            np.array(mx.array(values).view(dtype).astype(mx.float32)).reshape(-1)
+            for values in (a, b)
         )
-
-
-def numpy_view(array: mx.array) -> npt.NDArray[Any]:
-    """The array's own memory, with its strides."""
-    bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-    return np.array(bits, copy=False)
-
-
-def guarded_copy(view: npt.NDArray[Any]) -> tuple[GuardedBuffer, int]:
-    """The bytes that a view spans, between guards, and where its first element is."""
-    if view.size == 0:
-        return GuardedBuffer(0), 0
-    low, high = np.lib.array_utils.byte_bounds(view)
-    buffer = GuardedBuffer(high - low)
-    buffer.data[:] = np.ctypeslib.as_array(
-        (ctypes.c_uint8 * (high - low)).from_address(low)
-    )
-    return buffer, view.ctypes.data - low
+        finite = np.isfinite(x)
+        largest = float(np.abs(x[finite]).max(initial=0.0))
+        # sums of a few hundred terms in another order, each rounded once
+        tolerance = 64 * mx.finfo(dtype).eps * largest
+        same = np.where(finite, np.abs(y - x) <= tolerance, (x == y) | np.isnan(x))
+        if not same.all():
+            element = int((~same).argmax())
+            raise SimulatorError(
+                f"[simulator] kernel {work.name!r}: compiled with fast math, output "
+                f"{name!r} changes at element {element}: {x[element]} becomes "
+                f"{y[element]}; do no arithmetic on infinities and NaNs, and do not "
+                "rely on the order of additions"
+            )

@@ -1,11 +1,14 @@
 // The machine: fibers, simdgroups, threadgroups, barriers. One fiber per GPU thread.
 //
-// A fiber runs until it meets a barrier or a simdgroup operation, then hands over to
-// the next lane of its simdgroup, and when all of those wait, to the next simdgroup.
-// The last lane that arrives performs the operation for all 32 and goes on running.
-// When nobody can run and somebody has not returned, the threads diverged: the launch
-// ends with a report instead of a hang.
+// A fiber runs until it must wait: at a barrier, at a simdgroup operation, or for the
+// result of a matrix product that other lanes have not brought their operands to. It then
+// hands over to the next lane of its simdgroup, and when all of those wait, to the next
+// simdgroup. When nobody can run and somebody has not returned, the threads diverged: the
+// launch ends with a report instead of a hang.
+//
+// Threadgroups are independent; several host threads take them from one counter.
 #pragma once
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -14,25 +17,34 @@
 
 #include "metal_types.h"
 
+// Functions of the machine itself. In a checked build the compiler reports every load and
+// store of the kernel to checks.h; the machine's own must stay out of that.
+#define SIMULATOR_FUNCTION inline __attribute__((no_sanitize("thread")))
+
 namespace simulator {
 
 enum : unsigned {
   SIMD_WIDTH = 32,
   MAX_THREADS = 1024,
   MAX_SIMDGROUPS = MAX_THREADS / SIMD_WIDTH,
-  MAX_ARRAYS = 64,  // threadgroup declarations of a kernel
+  MAX_ARRAYS = 64,    // threadgroup declarations of a kernel
+  MAX_PRODUCTS = 32,  // matrix products in flight per simdgroup
   THREADGROUP_BYTES = 32768,
   GUARD_BYTES = 64,
   POISON = 0xff,  // all ones: a NaN as float, half and bfloat, -1 as an integer
 };
-enum : size_t { STACK_BYTES = 256 * 1024 };
+enum : size_t {
+  STACK_BYTES = 256 * 1024,
+  ARENA_BYTES = THREADGROUP_BYTES + (MAX_ARRAYS + 1) * GUARD_BYTES,
+};
+static_assert((STACK_BYTES & (STACK_BYTES - 1)) == 0, "a fiber is found by masking");
 
 // A place in the kernel's text.
 struct Site {
   const char* operation;
   const char* file;
   int line;
-  bool operator==(const Site& other) const {
+  SIMULATOR_FUNCTION bool operator==(const Site& other) const {
     return line == other.line && operation == other.operation;
   }
 };
@@ -42,18 +54,43 @@ struct Position {
 };
 
 struct Launch;
+struct Lane;
+struct Observer;
 struct Threadgroup;
+
+// The value of a simdgroup_matrix in one lane. `product` is the 1-based number of the
+// matrix product that will write it, 0 once it holds its value.
+struct Fragment {
+  uint32_t product;
+};
+
+// A matrix product d = a b + c that collects its operands from the lanes, and is computed
+// when one of them reads the result.
+struct Product {
+  alignas(64) float a[64], b[64], c[64];  // row-major
+  Fragment* target[SIMD_WIDTH];           // null: the lane needs no result
+  void (*store)(Fragment* target, const float* pair);
+  uint32_t number;     // from 1; 0: none yet
+  uint32_t c_product;  // c is the result of this product; 0: c is given
+  uint32_t used_by;    // the last product that takes this one's result as its c
+  uint32_t lanes;      // that have brought their operands
+  Site site;
+};
 
 struct alignas(64) Simdgroup {
   uint32_t members;  // lanes that exist
   uint32_t alive;    // lanes that have not returned
   uint32_t ready;    // lanes that can run now
   uint32_t arrived;  // lanes that wait at the simdgroup operation `site`
+  uint32_t waiting;  // lanes that wait for a product
   Site site;
+  uint32_t barriers;  // simdgroup barriers that ordered threadgroup memory
+  uint32_t device_barriers;
+  uint32_t computed;  // products done; the next one has this number + 1
   // What the lanes bring to an operation and take from it. Two of each, used in turn:
   // a lane may bring its next value while others still take the last result.
   alignas(64) unsigned char slot[2][SIMD_WIDTH][16];
-  alignas(64) float a[2][64], b[2][64], c[2][64];
+  Product products[MAX_PRODUCTS];
 };
 
 // Sits at the base of each fiber's stack, so that a fiber finds itself by masking its
@@ -65,15 +102,23 @@ struct Lane {
   Site waits_at;
   unsigned index;       // in the simdgroup
   unsigned thread;      // in the threadgroup
+  unsigned fragment;    // 8 * row + column of its first element in an 8x8 fragment
   unsigned operations;  // simdgroup operations so far
+  uint32_t products;    // matrix products so far
+  uint32_t waits_for;   // a product
   bool returned;
 };
 
 struct Threadgroup {
   Launch* launch;
+  Observer* observer;  // of a checked build
   Position position, size;
   unsigned threads, simdgroups;
   unsigned at_barrier;  // threads that wait at a threadgroup barrier
+  unsigned barriers;    // threadgroup barriers that ordered threadgroup memory
+  unsigned device_barriers;
+  uint64_t random;  // state of the shuffled schedule; 0: the lanes run in order
+  void* main_stack_pointer;
   unsigned char* stacks;
   Simdgroup simd[MAX_SIMDGROUPS];
   // Threadgroup memory: arrays in order of their first use, guard bytes between them.
@@ -84,18 +129,37 @@ struct Threadgroup {
   unsigned bytes[MAX_ARRAYS];
   const char* name[MAX_ARRAYS];
 
-  Lane* lane(unsigned thread) const {
+  SIMULATOR_FUNCTION Lane* lane(unsigned thread) const {
     return reinterpret_cast<Lane*>(stacks + thread * STACK_BYTES);
   }
 };
 
+enum BufferKind : int { INPUT, OUTPUT, CONSTANT };
+
+// An array of the launch, as the host laid it out.
+struct Buffer {
+  unsigned char* address;
+  size_t bytes;
+  const char* name;
+  int kind;  // a BufferKind
+};
+
 struct Launch {
-  void (*kernel)(void* const* buffers, const Lane& lane);
-  void* const* buffers;
-  Position grid, threadgroup;  // in threads
-  void* main_stack_pointer;
-  char* message;  // why the launch failed; empty if it did not
+  void (*entry)(void* const* addresses, const Lane& lane);
+  void* const* addresses;  // first elements, by buffer index
+  const Buffer* buffers;
+  unsigned n_buffers;
+  Position grid, threadgroup;     // in threads
+  const unsigned char* lane_map;  // per lane, which pair of a fragment it holds
+  uint64_t seed;                  // of a shuffled schedule, or 0
+  unsigned host_threads;
+  uint64_t* counters;  // of a checked build
+  unsigned checks;     // of a checked build, a set of Check
+  int initialised;     // the outputs start with a value
+  char* message;       // why the launch failed; empty if it did not
   size_t message_size;
+  unsigned next_group;
+  int failed;
 };
 
 }  // namespace simulator
@@ -139,44 +203,47 @@ __asm__(
 
 namespace simulator {
 
-inline Lane* self() {
+SIMULATOR_FUNCTION Lane* self() {
   const uintptr_t frame = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
   return reinterpret_cast<Lane*>(frame & ~(uintptr_t(STACK_BYTES) - 1));
 }
 
-// End the launch: the message is kept, the fibers are abandoned.
-[[noreturn]] inline void leave(Lane* me) {
-  void* abandoned;
-  simulator_switch_stack(&abandoned, me->group->launch->main_stack_pointer);
-  __builtin_unreachable();
-}
-
-struct Report {  // a bounded string that grows
+// The first report of a launch: a bounded string that grows. A second one, from another
+// host thread, goes nowhere.
+struct Report {
   char* text;
   size_t size, used;
-  explicit Report(Launch& launch)
-      : text(launch.message), size(launch.message_size), used(strlen(text)) {}
+  SIMULATOR_FUNCTION explicit Report(Launch& launch)
+      : text(launch.message), size(launch.message_size), used(0) {
+    if (__atomic_exchange_n(&launch.failed, 1, __ATOMIC_SEQ_CST)) size = 0;
+  }
   template <typename... Args>
-  void add(const char* format, Args... args) {
+  SIMULATOR_FUNCTION void add(const char* format, Args... args) {
     if (used >= size) return;
     const int n = snprintf(text + used, size - used, format, args...);
     used += n > 0 ? n : 0;
   }
+  SIMULATOR_FUNCTION void add_place(const Threadgroup& group) {
+    const Position p = group.position;
+    add("in threadgroup (%u, %u, %u): ", p.x, p.y, p.z);
+  }
 };
 
-inline void begin_report(Report& report, const Threadgroup& group) {
-  report.add("in threadgroup (%u, %u, %u): ", group.position.x, group.position.y,
-             group.position.z);
+// End the launch: the report is kept, the fibers are abandoned.
+[[noreturn]] SIMULATOR_FUNCTION void leave(Lane* me) {
+  void* abandoned;
+  simulator_switch_stack(&abandoned, me->group->main_stack_pointer);
+  __builtin_unreachable();
 }
 
 // Names who waits where, neighbours with the same fate in one line.
-[[noreturn]] inline void report_divergence(Lane* me) {
+[[noreturn]] SIMULATOR_FUNCTION void report_divergence(Lane* me) {
   Threadgroup& group = *me->group;
   Report report(*group.launch);
-  begin_report(report, group);
+  report.add_place(group);
   report.add(
       "the threads diverged: not all of them reach the same barrier or "
-      "simdgroup operation\n");
+      "simdgroup operation; move it out of the branch\n");
   for (unsigned first = 0, next; first < group.threads; first = next) {
     const Lane* a = group.lane(first);
     for (next = first + 1; next < group.threads; ++next) {
@@ -185,62 +252,130 @@ inline void begin_report(Report& report, const Threadgroup& group) {
       if (!a->returned && !(a->waits_at == b->waits_at)) break;
     }
     report.add("  threads %u-%u ", first, next - 1);
-    if (a->returned)
+    if (a->returned) {
       report.add("have returned\n");
-    else
-      report.add("wait at %s, %s:%d\n", a->waits_at.operation, a->waits_at.file,
-                 a->waits_at.line);
+    } else {
+      const Site& at = a->waits_at;
+      report.add("wait at %s, %s:%d\n", at.operation, at.file, at.line);
+    }
   }
   leave(me);
 }
 
-// Hand over to a lane that can run: the next one of this simdgroup, else the next
-// simdgroup with a ready lane, else back to the launch when all have returned.
-inline void hand_over(Lane* me) {
+SIMULATOR_FUNCTION uint64_t random_number(uint64_t& state) {
+  state ^= state << 13;
+  state ^= state >> 7;
+  return state ^= state << 17;
+}
+
+// The lane that runs next: in order, the next of this simdgroup, else of the next
+// simdgroup; in a shuffled schedule any lane that can.
+SIMULATOR_FUNCTION Lane* next_lane(Lane* me) {
   Threadgroup& group = *me->group;
-  Simdgroup* simd = me->simd;
-  uint32_t ready = simd->ready;
-  if (!ready) {
-    const unsigned start = simd - group.simd;
-    for (unsigned i = 1; i <= group.simdgroups && !ready; ++i) {
-      simd = &group.simd[(start + i) % group.simdgroups];
-      ready = simd->ready;
-    }
-    if (!ready) {
-      for (unsigned t = 0; t < group.threads; ++t)
-        if (!group.lane(t)->returned) report_divergence(me);
-      leave(me);
-    }
+  unsigned s = me->simd - group.simd;
+  unsigned first = me->index + 1;
+  if (group.random) {
+    const uint64_t number = random_number(group.random);
+    first = number % SIMD_WIDTH;
+    // stay in the simdgroup most of the time: both kinds of overlap are wanted
+    if (number >> 32 & 1) s = number / SIMD_WIDTH % group.simdgroups;
   }
-  const uint32_t later = simd == me->simd ? ready & ~((2u << me->index) - 1u) : ready;
-  const unsigned lane = __builtin_ctz(later ? later : ready);
-  Lane* next = group.lane((simd - group.simd) * SIMD_WIDTH + lane);
+  for (unsigned i = 0; i <= group.simdgroups; ++i) {
+    const uint32_t ready = group.simd[s].ready;
+    if (ready) {
+      const uint32_t later = first < SIMD_WIDTH ? ready >> first << first : 0;
+      return group.lane(s * SIMD_WIDTH + __builtin_ctz(later ? later : ready));
+    }
+    if (++s == group.simdgroups) s = 0;
+    if (!group.random) first = 0;
+  }
+  return nullptr;
+}
+
+// Run somebody else until this lane is ready again; back to the launch when all have
+// returned.
+SIMULATOR_FUNCTION void hand_over(Lane* me) {
+  Lane* next = next_lane(me);
+  if (!next) {
+    Threadgroup& group = *me->group;
+    for (unsigned t = 0; t < group.threads; ++t)
+      if (!group.lane(t)->returned) report_divergence(me);
+    leave(me);
+  }
   if (next != me) simulator_switch_stack(&me->stack_pointer, next->stack_pointer);
 }
 
-// Wait for the lanes of the simdgroup. `combine` is run once, by the last to arrive.
-template <typename Combine>
-inline void simdgroup_operation(Lane* me, const Site& site, Combine combine) {
+// What is counted, once per simdgroup.
+#define SIMULATOR_EVENTS(X) \
+  X(MMA_FLOAT)              \
+  X(MMA_HALF)               \
+  X(MMA_BFLOAT)             \
+  X(THREADGROUP_BARRIER)    \
+  X(SIMDGROUP_BARRIER)      \
+  X(SHUFFLE)                \
+  X(REDUCTION)              \
+  X(EXPONENTIAL)            \
+  X(TRANSCENDENTAL)
+enum Event : int {
+#define SIMULATOR_EVENT(NAME) NAME,
+  SIMULATOR_EVENTS(SIMULATOR_EVENT) N_EVENTS
+#undef SIMULATOR_EVENT
+};
+SIMULATOR_FUNCTION Event mma_event(float) { return MMA_FLOAT; }
+SIMULATOR_FUNCTION Event mma_event(half) { return MMA_HALF; }
+SIMULATOR_FUNCTION Event mma_event(bfloat) { return MMA_BFLOAT; }
+
+// What a checked build watches; checks.h defines them there.
+#ifdef SIMULATOR_CHECKED
+void observe_access(Lane* me, const void* address, size_t bytes, bool writes,
+                    const Site& site);
+void observe_atomic(Lane* me, const void* address, size_t bytes, const Site& site);
+void observe_event(Lane* me, Event event);
+void observe_segment(Simdgroup& simd, Threadgroup& group);
+#else
+SIMULATOR_FUNCTION void observe_access(Lane*, const void*, size_t, bool, const Site&) {}
+SIMULATOR_FUNCTION void observe_atomic(Lane*, const void*, size_t, const Site&) {}
+SIMULATOR_FUNCTION void observe_event(Lane*, Event) {}
+SIMULATOR_FUNCTION void observe_segment(Simdgroup&, Threadgroup&) {}
+#endif
+
+// Wait for the lanes of the simdgroup. True in the last to arrive, which performs the
+// operation for all; it must call release_simdgroup then.
+SIMULATOR_FUNCTION bool arrive(Lane* me, const Site& site) {
   Simdgroup& simd = *me->simd;
-  const uint32_t bit = 1u << me->index;
   me->waits_at = site;
   if (simd.arrived && !(simd.site == site)) report_divergence(me);
   simd.site = site;
-  simd.arrived |= bit;
+  simd.arrived |= 1u << me->index;
   ++me->operations;
-  if (simd.arrived == simd.alive) {
-    combine(simd);
-    simd.arrived = 0;
-    simd.ready = simd.alive;
-    return;
-  }
-  simd.ready &= ~bit;
+  if (simd.arrived == simd.alive) return true;
+  simd.ready &= ~(1u << me->index);
   hand_over(me);
+  // usually released by then; else the lanes that were missing have returned
+  return simd.arrived && simd.arrived == simd.alive;
+}
+SIMULATOR_FUNCTION void release_simdgroup(Lane* me) {
+  Simdgroup& simd = *me->simd;
+  observe_segment(simd, *me->group);
+  simd.arrived = 0;
+  simd.ready = simd.alive;
 }
 
-inline void threadgroup_wait(const Site& site) {
+SIMULATOR_FUNCTION void simdgroup_wait(bool orders_threadgroup_memory,
+                                       bool orders_device_memory, const Site& site) {
+  Lane* me = self();
+  observe_event(me, SIMDGROUP_BARRIER);
+  if (!arrive(me, site)) return;
+  me->simd->barriers += orders_threadgroup_memory;
+  me->simd->device_barriers += orders_device_memory;
+  release_simdgroup(me);
+}
+
+SIMULATOR_FUNCTION void threadgroup_wait(bool orders_threadgroup_memory,
+                                         bool orders_device_memory, const Site& site) {
   Lane* me = self();
   Threadgroup& group = *me->group;
+  observe_event(me, THREADGROUP_BARRIER);
   me->waits_at = site;
   me->simd->ready &= ~(1u << me->index);
   if (++group.at_barrier < group.threads) return hand_over(me);
@@ -248,17 +383,82 @@ inline void threadgroup_wait(const Site& site) {
   for (unsigned t = 0; t < group.threads; ++t)
     if (!(group.lane(t)->waits_at == site)) report_divergence(me);
   group.at_barrier = 0;
-  for (unsigned s = 0; s < group.simdgroups; ++s)
+  group.barriers += orders_threadgroup_memory;
+  group.device_barriers += orders_device_memory;
+  for (unsigned s = 0; s < group.simdgroups; ++s) {
+    observe_segment(group.simd[s], group);
     group.simd[s].ready = group.simd[s].alive;
+  }
+}
+
+typedef float EightFloats __attribute__((vector_size(32)));
+
+// c = a b + c for row-major 8x8 matrices.
+SIMULATOR_FUNCTION void multiply_accumulate(const float* a, const float* b, float* c) {
+  EightFloats b_rows[8];
+  memcpy(b_rows, b, sizeof(b_rows));
+  for (int i = 0; i < 8; ++i) {
+    EightFloats sum;
+    memcpy(&sum, c + 8 * i, sizeof(sum));
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; ++k) sum += a[8 * i + k] * b_rows[k];
+    memcpy(c + 8 * i, &sum, sizeof(sum));
+  }
+}
+
+// Compute the products that all lanes have brought their operands to, in order.
+SIMULATOR_FUNCTION void compute_products(Threadgroup& group, Simdgroup& simd) {
+  for (;; ++simd.computed) {
+    Product& product = simd.products[simd.computed % MAX_PRODUCTS];
+    if (product.lanes != SIMD_WIDTH) return;
+    if (product.c_product) {
+      const Product& before = simd.products[(product.c_product - 1) % MAX_PRODUCTS];
+      memcpy(product.c, before.c, sizeof(product.c));
+    }
+    multiply_accumulate(product.a, product.b, product.c);
+    for (unsigned i = 0; i < SIMD_WIDTH; ++i) {
+      if (Fragment* target = product.target[i]) {
+        product.store(target, product.c + 2 * group.launch->lane_map[i]);
+        target->product = 0;
+      }
+    }
+    product.lanes = 0;
+  }
+}
+
+// Return once product number `n` has been computed.
+SIMULATOR_FUNCTION void wait_for_product(Lane* me, uint32_t n) {
+  Simdgroup& simd = *me->simd;
+  compute_products(*me->group, simd);
+  while (simd.computed < n) {
+    me->waits_at = simd.products[(n - 1) % MAX_PRODUCTS].site;
+    me->waits_for = n;
+    simd.waiting |= 1u << me->index;
+    simd.ready &= ~(1u << me->index);
+    hand_over(me);
+    compute_products(*me->group, simd);
+  }
+}
+
+// The last lane that brings operands to product `n` wakes those that wait for it.
+SIMULATOR_FUNCTION void wake_waiting(Lane* me, uint32_t n) {
+  Simdgroup& simd = *me->simd;
+  for (unsigned i = 0; i < SIMD_WIDTH; ++i) {
+    if (!(simd.waiting >> i & 1)) continue;
+    Lane* lane = me->group->lane(me->thread - me->index + i);
+    if (lane->waits_for > n) continue;
+    simd.waiting &= ~(1u << i);
+    simd.ready |= 1u << i;
+  }
 }
 
 // Storage of one `threadgroup` declaration, shared by the threads of a threadgroup.
-template <typename T>
-T& threadgroup_memory(int id, const char* name) {
+SIMULATOR_FUNCTION void* threadgroup_array(int id, size_t bytes, const char* name) {
   Lane* me = self();
   Threadgroup& group = *me->group;
   if (group.offset[id] < 0) {
-    group.declared += (sizeof(T) + 15) / 16 * 16;
+    const unsigned padded = (bytes + 15) / 16 * 16;
+    group.declared += padded;
     if (group.declared > THREADGROUP_BYTES) {
       Report report(*group.launch);
       report.add(
@@ -267,21 +467,25 @@ T& threadgroup_memory(int id, const char* name) {
       leave(me);
     }
     group.offset[id] = group.used;
-    group.bytes[id] = sizeof(T);
+    group.bytes[id] = bytes;
     group.name[id] = name;
-    group.used += (sizeof(T) + 15) / 16 * 16 + GUARD_BYTES;
+    group.used += padded + GUARD_BYTES;
   }
-  return *reinterpret_cast<T*>(group.memory + group.offset[id]);
+  return group.memory + group.offset[id];
+}
+template <typename T>
+SIMULATOR_FUNCTION T& threadgroup_memory(int id, const char* name) {
+  return *static_cast<T*>(threadgroup_array(id, sizeof(T), name));
 }
 
-inline void check_threadgroup_guards(Threadgroup& group) {
+SIMULATOR_FUNCTION void check_threadgroup_guards(Threadgroup& group) {
   for (unsigned id = 0; id < MAX_ARRAYS; ++id) {
     if (group.offset[id] < 0) continue;
     const unsigned end = group.offset[id] + group.bytes[id];
     for (unsigned i = 0; i < GUARD_BYTES; ++i) {
       if (group.memory[end + i] == POISON) continue;
       Report report(*group.launch);
-      begin_report(report, group);
+      report.add_place(group);
       report.add(
           "a write past the end of threadgroup array %s (%u bytes), at byte %u\n",
           group.name[id], group.bytes[id], group.bytes[id] + i);
@@ -291,20 +495,32 @@ inline void check_threadgroup_guards(Threadgroup& group) {
 }
 
 // First frame of every fiber.
-inline void run_lane() {
+SIMULATOR_FUNCTION void run_lane() {
   Lane* me = self();
   Launch& launch = *me->group->launch;
-  launch.kernel(launch.buffers, *me);
+  launch.entry(launch.addresses, *me);
   Simdgroup& simd = *me->simd;
+  compute_products(*me->group, simd);
   const uint32_t bit = 1u << me->index;
   me->returned = true;
   simd.alive &= ~bit;
   simd.ready &= ~bit;
+  // lanes that wait at a simdgroup operation go on without this one
+  if (simd.arrived && simd.arrived == simd.alive)
+    simd.ready |= simd.arrived & (0u - simd.arrived);
+  if (!simd.alive) {
+    observe_segment(simd, *me->group);
+    if (simd.products[simd.computed % MAX_PRODUCTS].lanes) {
+      me->returned = false;
+      me->waits_at = simd.products[simd.computed % MAX_PRODUCTS].site;
+      report_divergence(me);
+    }
+  }
   hand_over(me);
   __builtin_unreachable();
 }
 
-inline void* fresh_stack(Lane* lane) {
+SIMULATOR_FUNCTION void* fresh_stack(Lane* lane) {
   void** top =
       reinterpret_cast<void**>(reinterpret_cast<unsigned char*>(lane) + STACK_BYTES);
 #if defined(__x86_64__)
@@ -320,167 +536,208 @@ inline void* fresh_stack(Lane* lane) {
   return top;
 }
 
-inline void run_threadgroup(Threadgroup& group) {
-  Launch& launch = *group.launch;
+SIMULATOR_FUNCTION void run_threadgroup(Threadgroup& group) {
+  const Launch& launch = *group.launch;
   group.threads = group.size.x * group.size.y * group.size.z;
   group.simdgroups = (group.threads + SIMD_WIDTH - 1) / SIMD_WIDTH;
   group.at_barrier = 0;
-  memset(group.memory, POISON, THREADGROUP_BYTES + MAX_ARRAYS * GUARD_BYTES);
+  memset(group.memory, POISON, ARENA_BYTES);
   for (unsigned s = 0; s < group.simdgroups; ++s) {
     Simdgroup& simd = group.simd[s];
     const unsigned lanes = group.threads - s * SIMD_WIDTH;
     simd.members = lanes >= SIMD_WIDTH ? ~0u : (1u << lanes) - 1u;
     simd.alive = simd.ready = simd.members;
-    simd.arrived = 0;
+    simd.arrived = simd.waiting = simd.computed = 0;
+    simd.barriers = simd.device_barriers = 0;
+    for (Product& product : simd.products)
+      product.lanes = product.number = product.used_by = 0;
   }
   for (unsigned t = 0; t < group.threads; ++t) {
     Lane* lane = group.lane(t);
+    const unsigned pair = launch.lane_map[t % SIMD_WIDTH];
     *lane = Lane{fresh_stack(lane),
                  &group.simd[t / SIMD_WIDTH],
                  &group,
                  {},
                  t % SIMD_WIDTH,
                  t,
+                 2 * pair,
+                 0,
+                 0,
                  0,
                  false};
   }
-  simulator_switch_stack(&launch.main_stack_pointer, group.lane(0)->stack_pointer);
-  if (!launch.message[0]) check_threadgroup_guards(group);
+  simulator_switch_stack(&group.main_stack_pointer, group.lane(0)->stack_pointer);
+  if (!launch.failed) check_threadgroup_guards(group);
 }
 
-inline unsigned groups_along(unsigned grid, unsigned threadgroup) {
+SIMULATOR_FUNCTION unsigned groups_along(unsigned grid, unsigned threadgroup) {
   return (grid + threadgroup - 1) / threadgroup;
 }
+SIMULATOR_FUNCTION unsigned left(unsigned grid, unsigned size, unsigned position) {
+  const unsigned rest = grid - position * size;
+  return rest < size ? rest : size;
+}
 
-// Runs the grid, one threadgroup after the other. 0 if nothing was found wrong.
-inline int run(Launch& launch) {
-  const Position per_group = launch.threadgroup;
-  const size_t threads = size_t(per_group.x) * per_group.y * per_group.z;
-  const size_t stack_bytes = (threads + 1) * STACK_BYTES;  // one more, to align
+#ifdef SIMULATOR_CHECKED
+Observer* make_observer(Launch& launch);
+void observe_start(Threadgroup& group);
+void delete_observer(Observer* observer);
+#else
+SIMULATOR_FUNCTION Observer* make_observer(Launch&) { return nullptr; }
+SIMULATOR_FUNCTION void observe_start(Threadgroup&) {}
+SIMULATOR_FUNCTION void delete_observer(Observer*) {}
+#endif
+
+// Takes threadgroups from the launch until none is left or one failed.
+SIMULATOR_FUNCTION void* run_threadgroups(void* argument) {
+  Launch& launch = *static_cast<Launch*>(argument);
+  const Position grid = launch.grid, size = launch.threadgroup;
+  const unsigned nx = groups_along(grid.x, size.x), ny = groups_along(grid.y, size.y);
+  const unsigned n_groups = nx * ny * groups_along(grid.z, size.z);
+  const size_t stack_bytes = (size_t(size.x) * size.y * size.z + 1) * STACK_BYTES;
   void* stacks = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
   if (stacks == MAP_FAILED) {
-    Report(launch).add("no memory for the stacks of %zu threads\n", threads);
-    return 1;
+    Report(launch).add("needs %zu bytes of stacks, more than there are\n", stack_bytes);
+    return nullptr;
   }
-  static_assert((STACK_BYTES & (STACK_BYTES - 1)) == 0, "found by masking");
   Threadgroup* group = new Threadgroup();
   group->launch = &launch;
-  group->stacks = reinterpret_cast<unsigned char*>(
-      (reinterpret_cast<uintptr_t>(stacks) + STACK_BYTES - 1) &
-      ~(uintptr_t(STACK_BYTES) - 1));
-  group->memory = new unsigned char[THREADGROUP_BYTES + MAX_ARRAYS * GUARD_BYTES];
+  group->observer = make_observer(launch);
+  const uintptr_t base = reinterpret_cast<uintptr_t>(stacks) + STACK_BYTES - 1;
+  group->stacks =
+      reinterpret_cast<unsigned char*>(base & ~(uintptr_t(STACK_BYTES) - 1));
+  group->memory = new unsigned char[ARENA_BYTES];
+  group->used = GUARD_BYTES;
+  group->random = launch.seed;
   for (int& offset : group->offset) offset = -1;
-
-  for (unsigned z = 0; z < groups_along(launch.grid.z, per_group.z); ++z)
-    for (unsigned y = 0; y < groups_along(launch.grid.y, per_group.y); ++y)
-      for (unsigned x = 0; x < groups_along(launch.grid.x, per_group.x); ++x) {
-        if (launch.message[0]) continue;
-        group->position = {x, y, z};
-        // At the edge of the grid a threadgroup shrinks to what is left.
-        const unsigned left_x = launch.grid.x - x * per_group.x;
-        const unsigned left_y = launch.grid.y - y * per_group.y;
-        const unsigned left_z = launch.grid.z - z * per_group.z;
-        group->size = {left_x < per_group.x ? left_x : per_group.x,
-                       left_y < per_group.y ? left_y : per_group.y,
-                       left_z < per_group.z ? left_z : per_group.z};
-        run_threadgroup(*group);
-      }
+  // a shuffled schedule also takes the threadgroups in another order
+  const unsigned start = launch.seed % n_groups;
+  while (!launch.failed) {
+    const unsigned n = __atomic_fetch_add(&launch.next_group, 1, __ATOMIC_RELAXED);
+    if (n >= n_groups) break;
+    const unsigned id = launch.seed ? n_groups - 1 - (n + start) % n_groups : n;
+    const unsigned x = id % nx, y = id / nx % ny, z = id / nx / ny;
+    group->position = {x, y, z};
+    // At the edge of the grid a threadgroup shrinks to what is left.
+    group->size = {left(grid.x, size.x, x), left(grid.y, size.y, y),
+                   left(grid.z, size.z, z)};
+    observe_start(*group);
+    run_threadgroup(*group);
+  }
+  delete_observer(group->observer);
   delete[] group->memory;
   delete group;
   munmap(stacks, stack_bytes);
-  return launch.message[0] != 0;
+  return nullptr;
+}
+
+// Runs the grid. 0 if nothing was found wrong.
+SIMULATOR_FUNCTION int run(Launch& launch) {
+  enum : unsigned { MAX_HOST_THREADS = 64 };
+  pthread_t helpers[MAX_HOST_THREADS];
+  unsigned n_helpers = 0;
+  while (n_helpers + 1 < launch.host_threads && n_helpers < MAX_HOST_THREADS &&
+         !pthread_create(&helpers[n_helpers], nullptr, run_threadgroups, &launch)) {
+    ++n_helpers;
+  }
+  run_threadgroups(&launch);
+  while (n_helpers) pthread_join(helpers[--n_helpers], nullptr);
+  return launch.failed;
 }
 
 // Arguments of the kernel function: buffers by position, whatever their type.
 struct PointerArgument {
   void* address;
   template <typename U>
-  operator U*() const {
+  SIMULATOR_FUNCTION operator U*() const {
     return static_cast<U*>(address);
   }
 };
 struct ReferenceArgument {
   void* address;
   template <typename U>
-  operator U&() const {
+  SIMULATOR_FUNCTION operator U&() const {
     return *static_cast<U*>(address);
   }
 };
 
 // MSL 5.2.3: attributes of a kernel function's parameters, in the types MLX gives them.
-inline metal::uint3 uint3_of(Position p) { return metal::uint3(p.x, p.y, p.z); }
-inline Position inside(const Lane& lane) {
+SIMULATOR_FUNCTION metal::uint3 uint3_of(Position p) {
+  return metal::uint3(p.x, p.y, p.z);
+}
+SIMULATOR_FUNCTION metal::uint3 thread_position_in_threadgroup(const Lane& lane) {
   const Position size = lane.group->size;
-  return {lane.thread % size.x, lane.thread / size.x % size.y,
-          lane.thread / size.x / size.y};
+  return metal::uint3(lane.thread % size.x, lane.thread / size.x % size.y,
+                      lane.thread / size.x / size.y);
 }
-inline metal::uint3 thread_position_in_threadgroup(const Lane& lane) {
-  return uint3_of(inside(lane));
-}
-inline metal::uint3 threadgroup_position_in_grid(const Lane& lane) {
+SIMULATOR_FUNCTION metal::uint3 threadgroup_position_in_grid(const Lane& lane) {
   return uint3_of(lane.group->position);
 }
-inline metal::uint3 dispatch_threads_per_threadgroup(const Lane& lane) {
+SIMULATOR_FUNCTION metal::uint3 dispatch_threads_per_threadgroup(const Lane& lane) {
   return uint3_of(lane.group->launch->threadgroup);
 }
-inline metal::uint3 thread_position_in_grid(const Lane& lane) {
-  return threadgroup_position_in_grid(lane) * dispatch_threads_per_threadgroup(lane) +
-         thread_position_in_threadgroup(lane);
+SIMULATOR_FUNCTION metal::uint3 thread_position_in_grid(const Lane& lane) {
+  const Position group = lane.group->position, size = lane.group->launch->threadgroup;
+  const metal::uint3 inside = thread_position_in_threadgroup(lane);
+  return metal::uint3(group.x * size.x + inside.x, group.y * size.y + inside.y,
+                      group.z * size.z + inside.z);
 }
-inline metal::uint3 threads_per_threadgroup(const Lane& lane) {
+SIMULATOR_FUNCTION metal::uint3 threads_per_threadgroup(const Lane& lane) {
   return uint3_of(lane.group->size);
 }
-inline metal::uint3 threads_per_grid(const Lane& lane) {
+SIMULATOR_FUNCTION metal::uint3 threads_per_grid(const Lane& lane) {
   return uint3_of(lane.group->launch->grid);
 }
-inline metal::uint3 grid_size(const Lane& lane) { return threads_per_grid(lane); }
-inline metal::uint3 grid_origin(const Lane&) { return metal::uint3(0u); }
-inline metal::uint3 threadgroups_per_grid(const Lane& lane) {
+SIMULATOR_FUNCTION metal::uint3 grid_size(const Lane& lane) {
+  return threads_per_grid(lane);
+}
+SIMULATOR_FUNCTION metal::uint3 grid_origin(const Lane&) { return metal::uint3(0u); }
+SIMULATOR_FUNCTION metal::uint3 threadgroups_per_grid(const Lane& lane) {
   const Position grid = lane.group->launch->grid,
                  size = lane.group->launch->threadgroup;
   return metal::uint3(groups_along(grid.x, size.x), groups_along(grid.y, size.y),
                       groups_along(grid.z, size.z));
 }
-inline unsigned thread_index_in_threadgroup(const Lane& lane) { return lane.thread; }
-inline unsigned thread_index_in_simdgroup(const Lane& lane) { return lane.index; }
-inline unsigned thread_index_in_quadgroup(const Lane& lane) { return lane.index % 4; }
-inline unsigned simdgroup_index_in_threadgroup(const Lane& lane) {
+SIMULATOR_FUNCTION unsigned thread_index_in_threadgroup(const Lane& lane) {
+  return lane.thread;
+}
+SIMULATOR_FUNCTION unsigned thread_index_in_simdgroup(const Lane& lane) {
+  return lane.index;
+}
+SIMULATOR_FUNCTION unsigned thread_index_in_quadgroup(const Lane& lane) {
+  return lane.index % 4;
+}
+SIMULATOR_FUNCTION unsigned simdgroup_index_in_threadgroup(const Lane& lane) {
   return lane.thread / SIMD_WIDTH;
 }
-inline unsigned quadgroup_index_in_threadgroup(const Lane& lane) {
+SIMULATOR_FUNCTION unsigned quadgroup_index_in_threadgroup(const Lane& lane) {
   return lane.thread / 4;
 }
-inline unsigned simdgroups_per_threadgroup(const Lane& lane) {
+SIMULATOR_FUNCTION unsigned simdgroups_per_threadgroup(const Lane& lane) {
   return lane.group->simdgroups;
 }
-inline unsigned quadgroups_per_threadgroup(const Lane& lane) {
+SIMULATOR_FUNCTION unsigned quadgroups_per_threadgroup(const Lane& lane) {
   return (lane.group->threads + 3) / 4;
 }
-inline unsigned dispatch_simdgroups_per_threadgroup(const Lane& lane) {
+SIMULATOR_FUNCTION unsigned dispatch_simdgroups_per_threadgroup(const Lane& lane) {
   const Position size = lane.group->launch->threadgroup;
   return groups_along(size.x * size.y * size.z, SIMD_WIDTH);
 }
-inline unsigned dispatch_quadgroups_per_threadgroup(const Lane& lane) {
+SIMULATOR_FUNCTION unsigned dispatch_quadgroups_per_threadgroup(const Lane& lane) {
   const Position size = lane.group->launch->threadgroup;
   return groups_along(size.x * size.y * size.z, 4);
 }
-inline unsigned threads_per_simdgroup(const Lane&) { return SIMD_WIDTH; }
-inline unsigned thread_execution_width(const Lane&) { return SIMD_WIDTH; }
+SIMULATOR_FUNCTION unsigned threads_per_simdgroup(const Lane&) { return SIMD_WIDTH; }
+SIMULATOR_FUNCTION unsigned thread_execution_width(const Lane&) { return SIMD_WIDTH; }
 
 }  // namespace simulator
 
 // The library's one visible function.
-#define SIMULATOR_ENTRY(KERNEL)                                           \
-  extern "C" __attribute__((visibility("default"))) int simulator_launch( \
-      void* const* buffers, const unsigned* grid, const unsigned* group,  \
-      char* message, size_t message_size) {                               \
-    simulator::Launch launch = {KERNEL,                                   \
-                                buffers,                                  \
-                                {grid[0], grid[1], grid[2]},              \
-                                {group[0], group[1], group[2]},           \
-                                nullptr,                                  \
-                                message,                                  \
-                                message_size};                            \
-    return simulator::run(launch);                                        \
+#define SIMULATOR_ENTRY(KERNEL)                                                \
+  extern "C" __attribute__((visibility("default"), no_sanitize("thread"))) int \
+  simulator_launch(simulator::Launch* launch) {                                \
+    launch->entry = KERNEL;                                                    \
+    return simulator::run(*launch);                                            \
   }

@@ -1,0 +1,286 @@
+"""One launch of a compiled kernel: guarded memory, the call, what it reports."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlx_flash.simulator.checks import Options
+from mlx_flash.simulator.compiler import build, load
+from mlx_flash.simulator.errors import SimulatorError
+from mlx_flash.simulator.locations import resolve
+
+GUARD_BYTES = 4096
+ALIGNMENT = 64
+POISON = 0xFF
+MESSAGE_BYTES = 8192
+SMALL_INPUT = 8  # MLX puts inputs of fewer elements into constant memory
+
+# The bits of `enum Check` in include/checks.h.
+CHECK_BITS = {"race": 1, "bounds": 2, "uninitialised": 4}
+
+# numpy has no bfloat16: those arrays travel as their bits.
+NUMPY_DTYPES = {
+    mx.bool_: np.bool_,
+    mx.uint8: np.uint8,
+    mx.uint16: np.uint16,
+    mx.uint32: np.uint32,
+    mx.uint64: np.uint64,
+    mx.int8: np.int8,
+    mx.int16: np.int16,
+    mx.int32: np.int32,
+    mx.int64: np.int64,
+    mx.float16: np.float16,
+    mx.bfloat16: np.uint16,
+    mx.float32: np.float32,
+}
+
+
+class Position(ctypes.Structure):
+    """``simulator::Position``."""
+
+    _fields_ = (("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint))
+
+
+class Buffer(ctypes.Structure):
+    """``simulator::Buffer``."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("bytes", ctypes.c_size_t),
+        ("name", ctypes.c_char_p),
+        ("kind", ctypes.c_int),
+    )
+
+
+class Launch(ctypes.Structure):
+    """``simulator::Launch``; fields as in include/runtime.h."""
+
+    _fields_ = (
+        ("entry", ctypes.c_void_p),
+        ("addresses", ctypes.POINTER(ctypes.c_void_p)),
+        ("buffers", ctypes.POINTER(Buffer)),
+        ("n_buffers", ctypes.c_uint),
+        ("grid", Position),
+        ("threadgroup", Position),
+        ("lane_map", ctypes.c_char_p),
+        ("seed", ctypes.c_uint64),
+        ("host_threads", ctypes.c_uint),
+        ("counters", ctypes.POINTER(ctypes.c_uint64)),
+        ("checks", ctypes.c_uint),
+        ("initialised", ctypes.c_int),
+        ("message", ctypes.c_char_p),
+        ("message_size", ctypes.c_size_t),
+        ("next_group", ctypes.c_uint),
+        ("failed", ctypes.c_int),
+    )
+
+
+INPUT, OUTPUT, CONSTANT = 0, 1, 2  # Buffer.kind
+
+
+class GuardedBuffer:
+    """Memory of one array between two guard zones, aligned as a GPU's buffers are."""
+
+    def __init__(self, name: str, n_bytes: int, kind: int) -> None:
+        self.name = name
+        self.n_bytes = n_bytes
+        self.kind = kind
+        self.memory = np.full(n_bytes + 2 * GUARD_BYTES + ALIGNMENT, POISON, np.uint8)
+        address = self.memory.ctypes.data
+        self.start = GUARD_BYTES + (-(address + GUARD_BYTES)) % ALIGNMENT
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The bytes between the guards."""
+        return self.memory[self.start : self.start + self.n_bytes]
+
+    def damage(self) -> int | None:
+        """Offset of the first changed guard byte from the array's start, or None."""
+        for start, zone in (
+            (0, self.memory[: self.start]),
+            (self.start + self.n_bytes, self.memory[self.start + self.n_bytes :]),
+        ):
+            changed = zone != POISON
+            if changed.any():
+                return start + int(changed.argmax()) - self.start
+        return None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a launch is to do, whatever the build it runs on.
+
+    Attributes:
+        name: The kernel's name.
+        program: Its C++ program.
+        parameters: Names of the buffers, in order.
+        arrays: The inputs.
+        bindings: Per input, whether its shape, strides and ndim are buffers too.
+        row_contiguous: Copy inputs to row-contiguous memory first.
+        grid: In threads.
+        threadgroup: In threads.
+        output_shapes: Shapes of the outputs.
+        output_dtypes: Dtypes of the outputs.
+        init_value: Fills the outputs before the launch.
+    """
+
+    name: str
+    program: str
+    parameters: tuple[str, ...]
+    arrays: tuple[mx.array, ...]
+    bindings: tuple[tuple[bool, bool, bool], ...]
+    row_contiguous: bool
+    grid: tuple[int, int, int]
+    threadgroup: tuple[int, int, int]
+    output_shapes: tuple[tuple[int, ...], ...]
+    output_dtypes: tuple[mx.Dtype, ...]
+    init_value: float | None
+
+
+def run(
+    work: Work, kind: str, options: Options, *, seed: int = 0
+) -> tuple[list[npt.NDArray[Any]], dict[str, int]]:
+    """Launch; returns the outputs as NumPy arrays, and the counters of a checked build.
+
+    Args:
+        work: What to do.
+        kind: Of the build, a key of ``compiler.BUILDS``.
+        options: The lane map and the checks.
+        seed: Of a shuffled schedule; 0 runs the lanes in order.
+
+    Raises:
+        SimulatorError: The kernel does not compile, or something was found.
+    """
+    buffers, addresses = bind_inputs(work)
+    outputs = []
+    for shape, dtype in zip(work.output_shapes, work.output_dtypes, strict=True):
+        item = np.dtype(NUMPY_DTYPES[dtype])
+        n_bytes = int(np.prod(shape, dtype=np.int64)) * item.itemsize
+        buffer = GuardedBuffer(work.parameters[len(buffers)], n_bytes, OUTPUT)
+        result = buffer.data.view(item).reshape(shape)
+        if work.init_value is not None:
+            result[...] = numpy_view(mx.array(work.init_value).astype(dtype))
+        buffers.append(buffer)
+        addresses.append(buffer.data.ctypes.data)
+        outputs.append(result)
+
+    counters = call_library(work, kind, options, seed, buffers, addresses)
+    for buffer in buffers:
+        damage = buffer.damage()
+        if damage is not None:
+            where = "after its end" if damage >= 0 else "before its start"
+            raise SimulatorError(
+                f"[simulator] kernel {work.name!r} wrote outside buffer "
+                f"{buffer.name!r} ({buffer.n_bytes} bytes): at byte {damage}, {where}; "
+                "run it with checks='bounds' to see the line"
+            )
+    return outputs, counters
+
+
+def bind_inputs(work: Work) -> tuple[list[GuardedBuffer], list[int]]:
+    """Guarded copies of the inputs, and the address of each one's first element."""
+    buffers: list[GuardedBuffer] = []
+    addresses: list[int] = []
+
+    def bind(view: npt.NDArray[Any], kind: int) -> None:
+        buffer, first = guarded_copy(work.parameters[len(buffers)], view, kind)
+        buffers.append(buffer)
+        addresses.append(buffer.data.ctypes.data + first)
+
+    for array, (shape, strides, ndim) in zip(work.arrays, work.bindings, strict=True):
+        view = numpy_view(array)
+        if work.row_contiguous:
+            view = np.ascontiguousarray(view).reshape(array.shape)
+        bind(view, CONSTANT if array.size < SMALL_INPUT else INPUT)
+        if not array.ndim:
+            continue
+        if shape:
+            bind(np.array(view.shape, np.int32), CONSTANT)
+        if strides:
+            steps = [step // view.itemsize for step in view.strides]
+            bind(np.array(steps, np.int64), CONSTANT)
+        if ndim:
+            bind(np.array(view.ndim, np.int32), CONSTANT)
+    return buffers, addresses
+
+
+def call_library(
+    work: Work,
+    kind: str,
+    options: Options,
+    seed: int,
+    buffers: Sequence[GuardedBuffer],
+    addresses: Sequence[int],
+) -> dict[str, int]:
+    """Run the grid; raise what the machine reports, return what it counted."""
+    path = build(work.program, work.name, kind)
+    library = load(path)
+    is_checked = kind == "checked"
+    names = counter_names(library) if is_checked else ()
+    counters = (ctypes.c_uint64 * len(names))()
+    message = ctypes.create_string_buffer(MESSAGE_BYTES)
+    launch = Launch(
+        addresses=(ctypes.c_void_p * len(addresses))(*addresses),
+        buffers=(Buffer * len(buffers))(
+            *(
+                Buffer(b.data.ctypes.data, b.n_bytes, b.name.encode(), b.kind)
+                for b in buffers
+            )
+        ),
+        n_buffers=len(buffers),
+        grid=Position(*work.grid),
+        threadgroup=Position(*map(min, work.grid, work.threadgroup)),
+        lane_map=bytes(options.lane_map),
+        seed=seed,
+        # one at a time where the order of events is watched
+        host_threads=1 if is_checked else os.cpu_count() or 1,
+        counters=counters,
+        checks=sum(bit for name, bit in CHECK_BITS.items() if name in options.checks),
+        initialised=work.init_value is not None,
+        message=ctypes.cast(message, ctypes.c_char_p),
+        message_size=MESSAGE_BYTES,
+    )
+    if library.simulator_launch(ctypes.byref(launch)):
+        text = message.value.decode()
+        if is_checked:
+            library.simulator_library_base.restype = ctypes.c_void_p
+            text = resolve(text, path, library.simulator_library_base())
+        shuffled = f" (shuffled schedule, seed {seed})" if seed else ""
+        raise SimulatorError(f"[simulator] kernel {work.name!r}{shuffled} {text}")
+    return dict(zip(names, counters, strict=True))
+
+
+@cache
+def counter_names(library: ctypes.CDLL) -> tuple[str, ...]:
+    """Names of the counters, in the order in which the library fills them."""
+    library.simulator_counter_names.restype = ctypes.c_char_p
+    names = library.simulator_counter_names().decode().lower()
+    return tuple(names.rstrip(",").split(","))
+
+
+def numpy_view(array: mx.array) -> npt.NDArray[Any]:
+    """The array's own memory, with its strides."""
+    bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    return np.array(bits, copy=False)
+
+
+def guarded_copy(
+    name: str, view: npt.NDArray[Any], kind: int
+) -> tuple[GuardedBuffer, int]:
+    """The bytes that a view spans, between guards, and where its first element is."""
+    if view.size == 0:
+        return GuardedBuffer(name, 0, kind), 0
+    low, high = np.lib.array_utils.byte_bounds(view)
+    buffer = GuardedBuffer(name, high - low, kind)
+    span = (ctypes.c_uint8 * (high - low)).from_address(low)
+    buffer.data[:] = np.ctypeslib.as_array(span)
+    return buffer, view.ctypes.data - low
