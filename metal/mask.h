@@ -2,11 +2,12 @@
 //
 // Causal is aligned bottom right: query i sees the keys j <= i + Tk - Tq.
 // Every kernel walks the blocks of a Range and asks block_visibility about each: blocks
-// outside the range are never loaded, and only PARTIAL ones pay for the predicate.
+// outside the range are never loaded, and only PARTIAL ones pay for the predicate. A
+// query past Tq needs no mask: its q and dout are zeros, and its row is not stored.
 
 template <bool CAUSAL>
 inline bool visible(Sizes n, int q_row, int k_col) {
-  return q_row < n.Tq && k_col < n.Tk && (!CAUSAL || k_col <= q_row + n.Tk - n.Tq);
+  return k_col < n.Tk && (!CAUSAL || k_col <= q_row + n.Tk - n.Tq);
 }
 
 struct Range {
@@ -16,9 +17,8 @@ struct Range {
 // Keys that some query of [q_first, q_first + BQ) sees.
 template <int BQ, bool CAUSAL>
 inline Range visible_keys(Sizes n, int q_first) {
-  const int q_last = q_first + BQ < n.Tq ? q_first + BQ : n.Tq;
-  const int end = CAUSAL ? q_last + n.Tk - n.Tq : n.Tk;
-  return Range{0, end < n.Tk ? end : n.Tk};
+  const int q_last = minimum(q_first + BQ, n.Tq);
+  return Range{0, CAUSAL ? q_last + n.Tk - n.Tq : n.Tk};
 }
 
 // Queries that see some key of [k_first, ...), starting at a whole block.
@@ -38,8 +38,7 @@ inline Visibility block_visibility(Sizes n, int q_first, int q_last, int k_first
       (CAUSAL && k_first > q_last - 1 + diagonal)) {
     return INVISIBLE;
   }
-  const bool full =
-      q_last <= n.Tq && k_last <= n.Tk && (!CAUSAL || k_last - 1 <= q_first + diagonal);
+  const bool full = k_last <= n.Tk && (!CAUSAL || k_last - 1 <= q_first + diagonal);
   return full ? FULL : PARTIAL;
 }
 

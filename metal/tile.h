@@ -42,6 +42,7 @@ struct RowStride {
 inline float power_of_2(float x) { return metal::fast::exp2(x); }
 inline float log_base_2(float x) { return metal::precise::log2(x); }
 inline float maximum(float a, float b) { return metal::max(a, b); }
+inline int minimum(int a, int b) { return metal::min(a, b); }
 inline float minus_infinity() { return -INFINITY; }
 
 // Every thread of the threadgroup arrives before any goes on; what they wrote to
@@ -235,7 +236,8 @@ inline void load_rows(thread RowTile<T, R, C>& x, Operand<T> from, int b, int h,
   }
 }
 
-// The same rows as a left operand: in registers (rows_tg is not used), or in rows_tg.
+// The same rows as a left operand: in registers (rows_tg is not used), or in rows_tg; a
+// threadgroup_sync must come before their first use.
 template <typename T, int R, int C>
 inline void load_left(thread RowTile<T, R, C>& x, threadgroup T* rows_tg,
                       Operand<T> from, int b, int h, int row, int n_rows, Worker at) {
@@ -246,8 +248,6 @@ inline void load_left(thread SharedRowTile<T, R, C>& x, threadgroup T* rows_tg,
                       Operand<T> from, int b, int h, int row, int n_rows, Worker at) {
   threadgroup T* mine_tg = rows_tg + first_row<R>(at) * RowStride<T, 8 * C>::value;
   stage<8 * R, 8 * C, 32>(mine_tg, from, b, h, row, n_rows, at.lane);
-  // the 32 lanes of this simdgroup have written the rows that only they read
-  metal::simdgroup_barrier(metal::mem_flags::mem_threadgroup);
   x.rows_tg = mine_tg;
 }
 

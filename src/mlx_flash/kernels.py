@@ -12,6 +12,10 @@ from mlx_flash.launch import KernelCall, run
 HEADERS = ("common", "tile", "mask", "softmax")
 
 
+class LaneMapError(RuntimeError):
+    """The GPU spreads a simdgroup matrix over its lanes in an unknown way."""
+
+
 def attention_forward(
     q: mx.array,
     k: mx.array,
@@ -294,7 +298,7 @@ def check_lane_map(backend: str) -> None:
     """Compare the device's lane map with the one that the kernels assume, once.
 
     Raises:
-        RuntimeError: They differ; every result would be wrong.
+        LaneMapError: They differ; every result would be wrong.
     """
     call = KernelCall(
         name="lane_map",
@@ -310,7 +314,7 @@ def check_lane_map(backend: str) -> None:
     held, assumed = run(call, backend)
     if not mx.array_equal(held, assumed).item():
         device = mx.device_info().get("device_name", backend)
-        raise RuntimeError(
+        raise LaneMapError(
             f"[flash_attention] {device} spreads a simdgroup matrix over the lanes in "
             "an unknown way, so the kernels would be wrong on it; use "
             "mlx_flash.use_backend('reference') and report the device"
