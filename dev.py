@@ -60,7 +60,7 @@ def check(arguments: list[str]) -> None:
     run(PYTHON, "-m", "ruff", "check", *SOURCES)
     run(PYTHON, "-m", "ruff", "format", "--check", *SOURCES)
     run(PYTHON, "-m", "mypy")
-    headers = sorted((ROOT / "metal").glob("*.h"))
+    headers = sorted(ROOT.glob("metal/*.h")) + sorted(ROOT.glob("cuda/*.h"))
     run(VENV / "bin" / "clang-format", "--dry-run", "--Werror", *headers)
 
 

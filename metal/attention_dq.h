@@ -8,8 +8,8 @@
 //            owns BQ query rows, a simdgroup 8 FQ of them.
 // Tiling     q (in threadgroup memory if Q_IN_TG), dout, dq, s, dp in registers. k, v:
 //            BK x D tiles, shared by the simdgroups.
-// Memory     (2 BK + (Q_IN_TG ? BQ : 0)) RowStride<T,D> sizeof(T) bytes of threadgroup
-//            memory; two barriers a block.
+// Memory     (2 SLOTS BK + (Q_IN_TG ? BQ : 0)) RowStride<T,D> sizeof(T) bytes of
+//            threadgroup memory; two barriers a block.
 // Edges      any Tq, Tk >= 1. p is 0 where a key is invisible and in a row without keys
 //            (lse = -inf), for which exp(s - lse) is never evaluated.
 // Precision  scores, dp, dq in float; ds is rounded to T before ds k.
@@ -25,6 +25,7 @@ inline void attention_dq(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> do
   const int h_kv = at.head / (n.H / n.HKV);
   const int block_first = at.block * BQ;
   const int q_first = block_first + first_row<FQ>(at);
+  const int q_together = block_first + first_row_together<FQ>(at);
 
   typename LeftOperand<T, FQ, FD, Q_IN_TG>::type q_rows;  // [8 FQ, D]
   load_left(q_rows, q_tg, q, at.batch, at.head, q_first, n.Tq, at);
@@ -37,31 +38,38 @@ inline void attention_dq(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> do
   fill(acc, 0.0f);
 
   const Range keys = visible_keys<BQ, CAUSAL>(n, block_first);
-  for (int k_first = keys.first; k_first < keys.last; k_first += BK) {
-    threadgroup_sync();  // everybody has finished reading the last block's tiles
-    stage<BK, D, THREADS>(k_tg, k, at.batch, h_kv, k_first, n.Tk, at.thread_index);
-    stage<BK, D, THREADS>(v_tg, v, at.batch, h_kv, k_first, n.Tk, at.thread_index);
-    threadgroup_sync();  // both tiles are complete
+  for (int k_first = keys.first - AHEAD * BK; k_first < keys.last; k_first += BK) {
+    const int next = k_first + AHEAD * BK;
+    threadgroup_sync();  // everybody has finished reading the tiles that are replaced
+    if (next < keys.last) {
+      threadgroup T* k_next = slot<BK, D>(k_tg, next / BK);
+      threadgroup T* v_next = slot<BK, D>(v_tg, next / BK);
+      stage<BK, D, THREADS>(k_next, k, at.batch, h_kv, next, n.Tk, at.thread_index);
+      stage<BK, D, THREADS>(v_next, v, at.batch, h_kv, next, n.Tk, at.thread_index);
+    }
+    staged_sync();  // both tiles of the block at k_first are complete
 
-    const Visibility visibility =
-        block_visibility<CAUSAL>(n, q_first, q_first + 8 * FQ, k_first, k_first + BK);
-    if (visibility == INVISIBLE) continue;
+    const Visibility visibility = block_visibility<CAUSAL>(
+        n, q_together, q_together + TOGETHER * 8 * FQ, k_first, k_first + BK);
+    if (k_first < keys.first || visibility == INVISIBLE) continue;
+    const threadgroup T* k_block = slot<BK, D>(k_tg, k_first / BK);
+    const threadgroup T* v_block = slot<BK, D>(v_tg, k_first / BK);
     // s = q k^T, p = exp2(s - lse)
     AccTile<FQ, FK> p;  // [8 FQ, BK]
     fill(p, 0.0f);
-    mma_abt(p, q_rows, k_tg);
+    mma_abt(p, q_rows, k_block);
     scale_scores(p, scale);
     if (visibility == PARTIAL) mask_scores<CAUSAL>(p, n, q_first, k_first, at);
     probabilities(p, lse_rows);
     // dp = dout v^T, ds = p (dp - delta)
     AccTile<FQ, FK> ds;  // [8 FQ, BK]
     fill(ds, 0.0f);
-    mma_abt(ds, dout_rows, v_tg);
+    mma_abt(ds, dout_rows, v_block);
     score_gradients(ds, p, delta_rows);
     // dq += ds k
     RowTile<T, FQ, FK> ds_rows;
     convert(ds_rows, ds);
-    mma_ab(acc, ds_rows, k_tg);
+    mma_ab(acc, ds_rows, k_block);
   }
 
   UNROLL for (int i = 0; i < FQ; ++i) { scale_row(acc, i, scale); }

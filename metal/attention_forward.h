@@ -6,8 +6,8 @@
 // Grid       (ceil(Tq/BQ), H, B) threadgroups of BQ/(8 FQ) simdgroups; a threadgroup
 //            owns BQ query rows, a simdgroup 8 FQ of them.
 // Tiling     q, acc, s, p in registers. k, v: BK x D tiles, shared by the simdgroups.
-// Memory     2 BK RowStride<T,D> sizeof(T) bytes of threadgroup memory; two barriers a
-//            block.
+// Memory     2 SLOTS BK RowStride<T,D> sizeof(T) bytes of threadgroup memory; two
+//            barriers a block.
 // Invariant  after a block: m = largest score so far, l = sum exp2(s - m) and
 //            acc = sum exp2(s - m) v over the keys so far.
 // Edges      any Tq, Tk >= 1. A row with no visible key stores out = 0 and lse = -inf.
@@ -23,6 +23,7 @@ inline void attention_forward(Operand<T> q, Operand<T> k, Operand<T> v, device T
   const int h_kv = at.head / (n.H / n.HKV);
   const int block_first = at.block * BQ;
   const int q_first = block_first + first_row<FQ>(at);
+  const int q_together = block_first + first_row_together<FQ>(at);
 
   RowTile<T, FQ, FD> q_rows;  // [8 FQ, D]
   load_rows(q_rows, q, at.batch, at.head, q_first, n.Tq, at);
@@ -32,19 +33,26 @@ inline void attention_forward(Operand<T> q, Operand<T> k, Operand<T> v, device T
   softmax.begin();
 
   const Range keys = visible_keys<BQ, CAUSAL>(n, block_first);
-  for (int k_first = keys.first; k_first < keys.last; k_first += BK) {
-    threadgroup_sync();  // everybody has finished reading the last block's tiles
-    stage<BK, D, THREADS>(k_tg, k, at.batch, h_kv, k_first, n.Tk, at.thread_index);
-    stage<BK, D, THREADS>(v_tg, v, at.batch, h_kv, k_first, n.Tk, at.thread_index);
-    threadgroup_sync();  // both tiles are complete
+  for (int k_first = keys.first - AHEAD * BK; k_first < keys.last; k_first += BK) {
+    const int next = k_first + AHEAD * BK;
+    threadgroup_sync();  // everybody has finished reading the tiles that are replaced
+    if (next < keys.last) {
+      threadgroup T* k_next = slot<BK, D>(k_tg, next / BK);
+      threadgroup T* v_next = slot<BK, D>(v_tg, next / BK);
+      stage<BK, D, THREADS>(k_next, k, at.batch, h_kv, next, n.Tk, at.thread_index);
+      stage<BK, D, THREADS>(v_next, v, at.batch, h_kv, next, n.Tk, at.thread_index);
+    }
+    staged_sync();  // both tiles of the block at k_first are complete
 
-    const Visibility visibility =
-        block_visibility<CAUSAL>(n, q_first, q_first + 8 * FQ, k_first, k_first + BK);
-    if (visibility == INVISIBLE) continue;
+    const Visibility visibility = block_visibility<CAUSAL>(
+        n, q_together, q_together + TOGETHER * 8 * FQ, k_first, k_first + BK);
+    if (k_first < keys.first || visibility == INVISIBLE) continue;
+    const threadgroup T* k_block = slot<BK, D>(k_tg, k_first / BK);
+    const threadgroup T* v_block = slot<BK, D>(v_tg, k_first / BK);
     // s = q k^T
     AccTile<FQ, FK> s;  // [8 FQ, BK]
     fill(s, 0.0f);
-    mma_abt(s, q_rows, k_tg);
+    mma_abt(s, q_rows, k_block);
     scale_scores(s, scale);
     if (visibility == PARTIAL) mask_scores<CAUSAL>(s, n, q_first, k_first, at);
     // p = exp2(s - m), acc rescaled
@@ -52,7 +60,7 @@ inline void attention_forward(Operand<T> q, Operand<T> k, Operand<T> v, device T
     // acc += p v
     RowTile<T, FQ, FK> p;
     convert(p, s);
-    mma_ab(acc, p, v_tg);
+    mma_ab(acc, p, v_block);
   }
 
   softmax.finish(acc);

@@ -15,6 +15,12 @@
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
+enum : int {
+  TOGETHER = 1,  // simdgroups that must take the same branches
+  AHEAD = 0,     // blocks that are staged before their turn
+  SLOTS = AHEAD + 1,
+};
+
 // Who runs: the place in the threadgroup, and the threadgroup's place in the grid.
 struct Worker {
   int thread_index, simd, lane;
@@ -28,6 +34,11 @@ inline int frag_col(int lane) { return (lane >> 1 & 4) | (lane << 1 & 2); }
 template <int R>
 inline int first_row(Worker at) {
   return at.simd * 8 * R;
+}
+// The same for the first of the simdgroups that must take the same branches.
+template <int R>
+inline int first_row_together(Worker at) {
+  return first_row<R>(at);
 }
 inline int tile_row(Worker at, int i) { return 8 * i + frag_row(at.lane); }
 inline int tile_col(Worker at, int j) {
@@ -50,6 +61,9 @@ inline float minus_infinity() { return -INFINITY; }
 inline void threadgroup_sync() {
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 }
+
+// The same, and the tiles staged for this turn are complete.
+inline void staged_sync() { threadgroup_sync(); }
 
 // Left operand of a product, in registers.
 template <typename T, int R, int C>
@@ -194,7 +208,7 @@ inline void mma_ab(thread AccTile<R, C>& acc, thread RowTile<T, R, K>& a,
 }
 
 // Rows [row, row + ROWS) of head (b, h) to threadgroup memory, by THREADS threads, 16
-// bytes at a time. Rows from n_rows on become zeros.
+// bytes at a time. Rows from n_rows on become zeros. A staged_sync completes them.
 template <int ROWS, int D, int THREADS, typename T>
 inline void stage(threadgroup T* to_tg, Operand<T> from, int b, int h, int row,
                   int n_rows, int thread_index) {
@@ -217,6 +231,12 @@ inline void stage(threadgroup T* to_tg, Operand<T> from, int b, int h, int row,
       UNROLL for (int e = 0; e < CHUNK; ++e) { chunk_tg[e] = chunk[e * from.stride.d]; }
     }
   }
+}
+
+// Tile of ROWS rows, among the SLOTS that take turns, that a block is staged in.
+template <int ROWS, int D, typename T>
+inline threadgroup T* slot(threadgroup T* tiles_tg, int block) {
+  return tiles_tg + block % SLOTS * ROWS * RowStride<T, D>::value;
 }
 
 // This simdgroup's rows [row, row + 8 R) of head (b, h), in registers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import cast
@@ -28,6 +29,7 @@ def flash_attention(
     segment_ids: mx.array | tuple[mx.array, mx.array] | None = None,
     sinks: mx.array | None = None,
     return_lse: bool = False,
+    precise: bool = False,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array | tuple[mx.array, mx.array]:
     r"""Exact attention, ``softmax(scale * q @ k.T + mask) @ v``, in linear memory.
@@ -62,6 +64,10 @@ def flash_attention(
         sinks: Not implemented yet.
         return_lse: Also return the natural logarithm of each row's softmax
             denominator; it is differentiable, and -inf for a query without a key.
+        precise: Only matters on CUDA, in float32. False: products in TF32 (11 bits of
+            mantissa), as in MLX's own operations there, unless ``MLX_ENABLE_TF32=0``
+            tells MLX otherwise. True: as accurate as float32, three times the products.
+            Other back ends always compute float32 products.
         stream: Stream or device of the operation, its backward included.
 
     Returns:
@@ -106,7 +112,9 @@ def flash_attention(
             out = mx.zeros((B, H, Tq, v.shape[-1]), dtype)
             lse = mx.full((B, H, Tq), -math.inf, mx.float32)
         else:
-            attention = attention_function(backend(), scale, bool(causal), stream)
+            attention = attention_function(
+                backend(), scale, bool(causal), precise or not mlx_uses_tf32(), stream
+            )
             out, lse = attention(q, k, v)
     return (out, lse) if return_lse else out
 
@@ -149,6 +157,11 @@ def check_dtypes(q: mx.array, k: mx.array, v: mx.array) -> None:
         )
 
 
+def mlx_uses_tf32() -> bool:
+    """Whether MLX multiplies float32 in TF32 on CUDA: its own switch, read as it does."""
+    return os.environ.get("MLX_ENABLE_TF32", "1") != "0"
+
+
 Attention = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
 
 
@@ -157,6 +170,7 @@ def attention_function(
     backend_name: str,
     scale: float,
     causal: bool,
+    precise: bool,
     stream: mx.Stream | mx.Device | None,
 ) -> Attention:
     """``(q, k, v) -> (out, lse)`` with its VJP, for one back end and one mask."""
@@ -164,8 +178,9 @@ def attention_function(
         forward = reference.attention_forward
         backward = reference.attention_backward
     else:
-        forward = partial(kernels.attention_forward, backend=backend_name)
-        backward = partial(kernels.attention_backward, backend=backend_name)
+        options = {"backend": backend_name, "precise": precise}
+        forward = partial(kernels.attention_forward, **options)
+        backward = partial(kernels.attention_backward, **options)
 
     @mx.custom_function
     def attention(q: mx.array, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:

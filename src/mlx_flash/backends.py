@@ -7,7 +7,7 @@ from types import TracebackType
 
 import mlx.core as mx
 
-NAMES = ("metal", "simulator", "reference")
+NAMES = ("metal", "cuda", "simulator", "reference")
 SIMULATOR_PACKAGES = ("platformdirs", "elftools", "clang")
 
 _selected: str | None = None
@@ -16,19 +16,22 @@ _selected: str | None = None
 def backend() -> str:
     """Name of the back end that ``flash_attention`` uses now.
 
-    ``"metal"`` where MLX has a Metal GPU, else ``"reference"``, unless
-    :class:`use_backend` chose another one. Never ``"simulator"`` by default.
+    ``"metal"`` where MLX has a Metal GPU, ``"cuda"`` where it has an NVIDIA GPU, else
+    ``"reference"``, unless :class:`use_backend` chose another one. Never
+    ``"simulator"`` by default.
     """
     if _selected is not None:
         return _selected
-    return "metal" if mx.metal.is_available() else "reference"
+    if mx.metal.is_available():
+        return "metal"
+    return "cuda" if mx.cuda.is_available() else "reference"
 
 
 class use_backend:
     """Choose the back end: a plain call, or a context manager that undoes it.
 
     Args:
-        name: ``"metal"`` (the GPU of a Mac), ``"simulator"`` (the Metal kernels
+        name: ``"metal"`` (the GPU of a Mac), ``"cuda"`` (an NVIDIA GPU), ``"simulator"`` (the Metal kernels
             executed on the CPU, slow, eager only) or ``"reference"`` (plain MLX
             operations with linear memory on any device).
 
@@ -52,6 +55,12 @@ class use_backend:
             raise ValueError(
                 "[use_backend] 'metal' needs a Mac with MLX's Metal build, which this "
                 "machine lacks; use 'reference', or 'simulator' to execute the kernels"
+            )
+        if name == "cuda" and not mx.cuda.is_available():
+            raise ValueError(
+                "[use_backend] 'cuda' needs an NVIDIA GPU and MLX's CUDA build, which "
+                "this machine lacks; install with: pip install "
+                "'mlx-flash-attention[cuda]', or use 'reference'"
             )
         missing = [p for p in SIMULATOR_PACKAGES if importlib.util.find_spec(p) is None]
         if name == "simulator" and missing:

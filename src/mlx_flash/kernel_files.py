@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def kernel_folder(name: str) -> Path:
-    """Folder of the kernel sources, ``"metal"``.
+    """Folder of the kernel sources, ``"metal"`` or ``"cuda"``.
 
     A wheel carries it inside the package, a checkout at the top level.
 

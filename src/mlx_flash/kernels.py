@@ -1,4 +1,4 @@
-"""The four kernels of ``metal/`` as MLX operations: builds each call, chains them."""
+"""The four kernels as MLX operations: builds each call, chains them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ def attention_forward(
     scale: float,
     causal: bool,
     backend: str,
+    precise: bool,
 ) -> tuple[mx.array, mx.array]:
     """Output and log-sum-exp; the contract of ``reference.attention_forward``."""
     check_head_dims(q, v, backend)
-    check_lane_map(backend)
-    out, lse = run(forward_call(q, k, v, scale, causal), backend)
+    gpu = gpu_of(backend)
+    if gpu == "metal":
+        check_lane_map(backend)
+    out, lse = run(forward_call(q, k, v, scale, causal, gpu), backend, precise)
     return out.transpose(0, 2, 1, 3), lse
 
 
@@ -44,16 +47,18 @@ def attention_backward(
     scale: float,
     causal: bool,
     backend: str,
+    precise: bool,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Gradients of q, k, v; the contract of ``reference.attention_backward``."""
-    (delta,) = run(delta_call(out, dout, dlse), backend)
-    arrays = q, k, v, dout, lse, delta
-    (dq,) = run(dq_call(*arrays, scale, causal), backend)
-    if tiles.fuses_dk_and_dv(q.shape[3], q.itemsize):
-        dk, dv = run(dkv_call(*arrays, scale, causal), backend)
+    gpu = gpu_of(backend)
+    (delta,) = run(delta_call(out, dout, dlse, gpu), backend, precise)
+    arguments = q, k, v, dout, lse, delta, scale, causal, gpu
+    (dq,) = run(dq_call(*arguments), backend, precise)
+    if tiles.fuses_dk_and_dv(q.shape[3], q.itemsize, gpu):
+        dk, dv = run(dkv_call(*arguments), backend, precise)
     else:
-        (dk,) = run(dkv_call(*arrays, scale, causal, with_dv=False), backend)
-        (dv,) = run(dkv_call(*arrays, scale, causal, with_dk=False), backend)
+        (dk,) = run(dkv_call(*arguments, with_dv=False), backend, precise)
+        (dv,) = run(dkv_call(*arguments, with_dk=False), backend, precise)
     return (
         dq.transpose(0, 2, 1, 3),
         dk.transpose(0, 2, 1, 3),
@@ -61,19 +66,27 @@ def attention_backward(
     )
 
 
+def gpu_of(backend: str) -> str:
+    """The kind of GPU whose kernels a back end runs."""
+    return "cuda" if backend == "cuda" else "metal"
+
+
 def forward_call(
-    q: mx.array, k: mx.array, v: mx.array, scale: float, causal: bool
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    causal: bool,
+    gpu: str = "metal",
 ) -> KernelCall:
     """``attention_forward``: out ``[B, Tq, H, D]`` and lse ``[B, H, Tq]``."""
     B, H, Tq, D = q.shape
-    tile = tiles.tile("attention_forward", D, q.itemsize)
+    tile = tiles.tile("attention_forward", D, q.itemsize, gpu)
+    staged = tiles.SLOTS[gpu] * tile.block
     return KernelCall(
         name="attention_forward",
         headers=(*HEADERS, "attention_forward"),
-        scratch=(
-            ("T", "k_tg", "BK * RowStride<T, D>::value"),
-            ("T", "v_tg", "BK * RowStride<T, D>::value"),
-        ),
+        scratch=(("T", "k_tg", staged), ("T", "v_tg", staged)),
         arguments=(
             *map(operand, "qkv"),
             "out",
@@ -93,13 +106,16 @@ def forward_call(
         outputs=(("out", (B, Tq, H, D), q.dtype), ("lse", (B, H, Tq), mx.float32)),
         groups=(blocks(Tq, tile.rows), H, B),
         threads=tile.threads,
+        longest_last=causal,
     )
 
 
-def delta_call(out: mx.array, dout: mx.array, dlse: mx.array) -> KernelCall:
+def delta_call(
+    out: mx.array, dout: mx.array, dlse: mx.array, gpu: str = "metal"
+) -> KernelCall:
     """``attention_delta``: delta ``[B, H, Tq]``."""
     B, H, Tq, D = out.shape
-    tile = tiles.tile("attention_delta", D, out.itemsize)
+    tile = tiles.tile("attention_delta", D, out.itemsize, gpu)
     return KernelCall(
         name="attention_delta",
         headers=(*HEADERS, "attention_delta"),
@@ -133,17 +149,19 @@ def dq_call(
     delta: mx.array,
     scale: float,
     causal: bool,
+    gpu: str = "metal",
 ) -> KernelCall:
     """``attention_dq``: dq ``[B, Tq, H, D]``."""
     B, H, Tq, D = q.shape
-    tile = tiles.tile("attention_dq", D, q.itemsize)
+    tile = tiles.tile("attention_dq", D, q.itemsize, gpu)
+    staged = tiles.SLOTS[gpu] * tile.block
     return KernelCall(
         name="attention_dq",
         headers=(*HEADERS, "attention_dq"),
         scratch=(
-            ("T", "q_tg", "Q_IN_TG ? BQ * RowStride<T, D>::value : 1"),
-            ("T", "k_tg", "BK * RowStride<T, D>::value"),
-            ("T", "v_tg", "BK * RowStride<T, D>::value"),
+            ("T", "q_tg", tile.rows if tile.rows_in_tg else 0),
+            ("T", "k_tg", staged),
+            ("T", "v_tg", staged),
         ),
         arguments=(*GRADIENT_ARGUMENTS, "dq", "scale[0]", SIZES),
         inputs=gradient_inputs(q, k, v, dout, lse, delta, scale),
@@ -159,6 +177,7 @@ def dq_call(
         outputs=(("dq", (B, Tq, H, D), q.dtype),),
         groups=(blocks(Tq, tile.rows), H, B),
         threads=tile.threads,
+        longest_last=causal,
     )
 
 
@@ -171,6 +190,7 @@ def dkv_call(
     delta: mx.array,
     scale: float,
     causal: bool,
+    gpu: str = "metal",
     *,
     with_dk: bool = True,
     with_dv: bool = True,
@@ -178,17 +198,18 @@ def dkv_call(
     """``attention_dkv``: dk and dv ``[B, Tk, HKV, D]``, or one of them."""
     B, HKV, Tk, D = k.shape
     row = {(True, True): "dkv", (True, False): "dk", (False, True): "dv"}
-    tile = tiles.tile(f"attention_{row[with_dk, with_dv]}", D, q.itemsize)
+    tile = tiles.tile(f"attention_{row[with_dk, with_dv]}", D, q.itemsize, gpu)
+    staged = tiles.SLOTS[gpu] * tile.block
     outputs = {"dk": with_dk, "dv": with_dv}
     return KernelCall(
         name="attention_dkv",
         headers=(*HEADERS, "attention_dkv"),
         scratch=(
-            ("T", "k_tg", "K_IN_TG ? BK * RowStride<T, D>::value : 1"),
-            ("T", "q_tg", "BQ * RowStride<T, D>::value"),
-            ("T", "dout_tg", "BQ * RowStride<T, D>::value"),
-            ("float", "lse_tg", "BQ"),
-            ("float", "delta_tg", "BQ"),
+            ("T", "k_tg", tile.rows if tile.rows_in_tg else 0),
+            ("T", "q_tg", staged),
+            ("T", "dout_tg", staged),
+            ("float", "lse_tg", staged),
+            ("float", "delta_tg", staged),
         ),
         arguments=(
             *GRADIENT_ARGUMENTS,
@@ -311,7 +332,7 @@ def check_lane_map(backend: str) -> None:
         groups=(1, 1, 1),
         threads=32,
     )
-    held, assumed = run(call, backend)
+    held, assumed = run(call, backend, precise=True)
     if not mx.array_equal(held, assumed).item():
         device = mx.device_info().get("device_name", backend)
         raise LaneMapError(

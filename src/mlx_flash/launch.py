@@ -1,4 +1,4 @@
-"""Runs a kernel call: assembles its text and sends it to Metal or to the simulator."""
+"""Runs a kernel call: assembles its text, sends it to Metal, CUDA or the simulator."""
 
 from __future__ import annotations
 
@@ -19,30 +19,32 @@ TemplateValue = int | bool | mx.Dtype
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One launch of a kernel of ``metal/``, on whatever runs it.
+    """One launch of a kernel, on whatever runs it.
 
     Attributes:
         name: Of the kernel; also the stem of its header and its template function.
         headers: Stems of the headers it needs, in order.
-        scratch: Threadgroup arrays ``(element type, name, length)``; the length is an
-            expression of the template parameters.
+        scratch: Threadgroup arrays ``(element type, name, rows)``; a row has D elements
+            of type T, or one float.
         arguments: What the template function is called with, as source text.
         inputs: Arrays by the name that ``arguments`` calls them.
         template: Template arguments of the function, in order.
         outputs: ``(name, shape, dtype)`` of each result.
         groups: Threadgroups along x, y, z.
         threads: Threads of a threadgroup.
+        longest_last: Along x, later threadgroups have more to do.
     """
 
     name: str
     headers: tuple[str, ...]
-    scratch: tuple[tuple[str, str, str], ...]
+    scratch: tuple[tuple[str, str, int], ...]
     arguments: tuple[str, ...]
     inputs: dict[str, mx.array]
     template: tuple[tuple[str, TemplateValue], ...]
     outputs: tuple[tuple[str, tuple[int, ...], mx.Dtype], ...]
     groups: tuple[int, int, int]
     threads: int
+    longest_last: bool = False
 
 
 class LaunchArguments(TypedDict):
@@ -76,23 +78,72 @@ WORKER = (
 
 def metal_source(call: KernelCall) -> str:
     """The body: threadgroup arrays, which Metal wants at kernel scope, and one call."""
-    arrays = [f"threadgroup {kind} {name}[{n}];" for kind, name, n in call.scratch]
+    row = {"T": " * RowStride<T, D>::value", "float": ""}
+    arrays = [
+        f"threadgroup {kind} {name}[{f'{n}{row[kind]}' if n else 1}];"
+        for kind, name, n in call.scratch
+    ]
+    return "\n".join([*arrays, WORKER, function_call(call)])
+
+
+def cuda_source(call: KernelCall) -> str:
+    """The body: one dynamic array, cut into the threadgroup arrays, and one call."""
+    places, _ = scratch_places(call)
+    arrays = [
+        f"{kind}* {name} = reinterpret_cast<{kind}*>(scratch + {place});"
+        for (kind, name, _), place in zip(call.scratch, places, strict=True)
+    ]
+    block = "gridDim.x - 1 - blockIdx.x" if call.longest_last else "blockIdx.x"
+    worker = (
+        "const Worker at = {int(threadIdx.x), "
+        "int(__shfl_sync(~0u, threadIdx.x / 32, 0)), int(threadIdx.x % 32), "
+        f"int({block}), int(blockIdx.y), int(blockIdx.z)}};"
+    )
+    declaration = f"extern __shared__ __align__({SCRATCH_ALIGNMENT}) char scratch[];"
+    return "\n".join([declaration, *arrays, worker, function_call(call)])
+
+
+def function_call(call: KernelCall) -> str:
+    """The call of the kernel's template function."""
     template = ", ".join(name for name, _ in call.template)
     function = f"{call.name}<{template}>" if template else call.name
     arguments = ", ".join((*call.arguments, *(name for _, name, _ in call.scratch)))
-    return "\n".join([*arrays, WORKER, f"{function}({arguments}, at);"])
+    return f"{function}({arguments}, at);"
 
 
-def run(call: KernelCall, backend: str) -> list[mx.array]:
-    """Launch on ``"metal"`` or ``"simulator"``; returns the outputs."""
-    return kernel_object(call, backend)(
+SCRATCH_ALIGNMENT = 1024  # wgmma reads tiles whose swizzle repeats after 1024 bytes
+
+
+def scratch_places(call: KernelCall) -> tuple[list[int], int]:
+    """Where each threadgroup array starts in CUDA's one array, and its bytes."""
+    template = dict(call.template)
+    places, end = [], 0
+    for kind, _, rows in call.scratch:
+        places.append(end)
+        row = template["D"] * template["T"].size if kind == "T" else 4
+        end += -(-rows * row // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+    return places, end
+
+
+def run(call: KernelCall, backend: str, precise: bool = False) -> list[mx.array]:
+    """Launch on ``"metal"``, ``"cuda"`` or ``"simulator"``; returns the outputs.
+
+    ``precise`` makes CUDA's float32 products exact to float32; elsewhere they are.
+    """
+    return kernel_object(call, backend, precise)(
         inputs=list(call.inputs.values()), **launch_arguments(call)
     )
 
 
-def kernel_object(call: KernelCall, backend: str) -> Kernel:
+def kernel_object(call: KernelCall, backend: str, precise: bool = False) -> Kernel:
     """The kernel that a call launches."""
     names = tuple(call.inputs), tuple(name for name, _, _ in call.outputs)
+    if backend == "cuda":
+        _, scratch_bytes = scratch_places(call)
+        source = cuda_source(call)
+        return cuda_kernel(
+            call.name, *names, source, call.headers, precise, scratch_bytes
+        )
     return metal_kernel(call.name, *names, metal_source(call), call.headers, backend)
 
 
@@ -131,4 +182,39 @@ def metal_kernel(
         source=source,
         header="".join(read_header("metal", stem) for stem in headers),
         ensure_row_contiguous=False,
+    )
+
+
+# The headers of a kernel that CUDA replaces or adds to; the others are Metal's.
+CUDA_HEADERS = {
+    "common": (("cuda", "language"), ("metal", "common")),
+    "tile": (("cuda", "wgmma"), ("cuda", "tile")),
+}
+
+
+@cache
+def cuda_kernel(
+    name: str,
+    input_names: tuple[str, ...],
+    output_names: tuple[str, ...],
+    source: str,
+    headers: tuple[str, ...],
+    precise: bool,
+    scratch_bytes: int,
+) -> Kernel:
+    """The same for CUDA, where the size of threadgroup memory belongs to the kernel."""
+    files = [
+        file for stem in headers for file in CUDA_HEADERS.get(stem, (("metal", stem),))
+    ]
+    terms = 3 if precise else 1
+    make = cast(Callable[..., Kernel], mx.fast.cuda_kernel)
+    return make(
+        name=f"{name}_{terms}",  # MLX keeps one module per name and source
+        input_names=list(input_names),
+        output_names=list(output_names),
+        source=source,
+        header=f"#define FLOAT_TERMS {terms}\n"
+        + "".join(read_header(*file) for file in files),
+        ensure_row_contiguous=False,
+        shared_memory=scratch_bytes,
     )

@@ -1,9 +1,10 @@
-"""Tile sizes: one table (kernel, head dim, element size) -> Tile.
+"""Tile sizes: a table (kernel, head dim, element size) -> Tile for each kind of GPU.
 
-The ground of every row is the cost model for Apple GPUs: few live registers (the limit
-is REGISTERS_LIMIT fragment registers a lane, beyond which the compiler spills), two
-barriers a block, several threadgroups resident. All of it is modelled, not yet measured
-on Apple hardware.
+The ground of every row for Metal is the cost model for Apple GPUs: few live registers
+(the limit is REGISTERS_LIMIT fragment registers a lane, beyond which the compiler
+spills), two barriers a block, several threadgroups resident. All of it is modelled, not
+yet measured on Apple hardware. The rows for CUDA were chosen by measurement on an H200
+(benchmarks/results).
 """
 
 from __future__ import annotations
@@ -77,7 +78,28 @@ TABLE: dict[tuple[str, int, int], Tile] = {
 }
 
 
-def tile(kernel: str, D: int, element_bytes: int) -> Tile:
+CUDA_TABLE: dict[tuple[str, int, int], Tile] = {
+    ("attention_forward", 128, 2): Tile(128, 64, fragments=2),
+    ("attention_forward", 128, 4): Tile(64, 32, fragments=2),
+    ("attention_dq", 64, 2): Tile(128, 64, fragments=2),
+    ("attention_dq", 128, 2): Tile(128, 64, fragments=2, rows_in_tg=True),
+    ("attention_dq", 128, 4): Tile(64, 32, fragments=2, rows_in_tg=True),
+    ("attention_dkv", 64, 2): Tile(128, 64, fragments=2),
+    ("attention_dkv", 128, 2): Tile(128, 32, fragments=2, rows_in_tg=True),
+    ("attention_dkv", 64, 4): Tile(64, 32, fragments=2, rows_in_tg=True),
+    ("attention_dv", 128, 2): Tile(128, 64, fragments=2),
+    ("attention_dv", 128, 4): Tile(64, 32, fragments=2, rows_in_tg=True),
+    ("attention_dk", 128, 2): Tile(128, 64, fragments=2, rows_in_tg=True),
+    ("attention_dk", 128, 4): Tile(64, 32, fragments=2, rows_in_tg=True),
+    ("attention_delta", 128, 2): Tile(32, 0),
+    ("attention_delta", 128, 4): Tile(32, 0),
+}
+TABLES = {"metal": TABLE, "cuda": CUDA_TABLE}
+# Tiles of a streamed operand that take turns (SLOTS of metal/tile.h and cuda/tile.h).
+SLOTS = {"metal": 1, "cuda": 2}
+
+
+def tile(kernel: str, D: int, element_bytes: int, gpu: str = "metal") -> Tile:
     """The table's row for a kernel.
 
     Raises:
@@ -85,19 +107,19 @@ def tile(kernel: str, D: int, element_bytes: int) -> Tile:
     """
     widths = sorted(
         width
-        for name, width, size in TABLE
+        for name, width, size in TABLES[gpu]
         if (name, size) == (kernel, element_bytes) and width >= D
     )
     if not widths:
         raise KeyError((kernel, D, element_bytes))
-    return TABLE[kernel, widths[0], element_bytes]
+    return TABLES[gpu][kernel, widths[0], element_bytes]
 
 
-def fuses_dk_and_dv(D: int, element_bytes: int) -> bool:
+def fuses_dk_and_dv(D: int, element_bytes: int, gpu: str = "metal") -> bool:
     """Whether one attention_dkv launch gives both dk and dv."""
     return any(
         name == "attention_dkv" and width >= D and size == element_bytes
-        for name, width, size in TABLE
+        for name, width, size in TABLES[gpu]
     )
 
 

@@ -1,0 +1,535 @@
+// tile: the words of metal/tile.h, for the matrix instructions of NVIDIA GPUs.
+//
+// Fragment   8x8 elements, spread over the 32 lanes of a warp as the PTX manual lays
+//            out accumulators: a lane holds two neighbours of row lane / 4.
+// Tiles      A warp owns 8 * R rows; where it multiplies, R is even. 16-bit types use
+//            wgmma where the GPU has it (sm_90a): four warps, R = 2, multiply together
+//            and must take the same branches. Else mma.sync.
+// Float      FLOAT_TERMS = 1: products in TF32 (8 + 11 bits, rounded to nearest).
+//            FLOAT_TERMS = 3: each number is split into two TF32 parts, and the three
+//            products that matter are summed: float32 accuracy.
+// Shared     A tile is cut into panels 128, 64 or 32 bytes wide. In a panel, the 16-byte
+//            chunks of a row are permuted by exclusive or with the row (the swizzles
+//            of wgmma); ldmatrix is free of bank conflicts on the same layout.
+// Copies     asynchronous (cp.async) where 16 bytes are aligned; one group a block.
+// Edges      Rows past the end of an array read as zeros and are never stored.
+
+enum : int {
+  TOGETHER = 4,  // warps that must take the same branches
+  AHEAD = 1,     // blocks that are staged before their turn
+  SLOTS = AHEAD + 1,
+};
+
+// Who runs: the place in the threadgroup, and the threadgroup's place in the grid.
+struct Worker {
+  int thread_index, simd, lane;
+  int block, head, batch;
+};
+
+// Row of this worker's warp in its threadgroup, when a warp owns 8 * R rows.
+template <int R>
+inline int first_row(Worker at) {
+  return at.simd * 8 * R;
+}
+// The same for the first of the warps that multiply together.
+template <int R>
+inline int first_row_together(Worker at) {
+  return at.simd / TOGETHER * TOGETHER * 8 * R;
+}
+inline int tile_row(Worker at, int i) { return 8 * i + at.lane / 4; }
+inline int tile_col(Worker at, int j) {
+  return 8 * (j / 2) + at.lane % 4 * 2 + j % 2;
+}
+
+template <typename T, int D>
+struct RowStride {
+  enum : int { CHUNK = 16 / sizeof(T), value = D };
+};
+
+inline float power_of_2(float x) {
+  asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+inline float log_base_2(float x) { return log2f(x); }
+inline float maximum(float a, float b) { return fmaxf(a, b); }
+inline int minimum(int a, int b) { return a < b ? a : b; }
+inline float minus_infinity() { return __int_as_float(0xff800000); }
+
+// Every thread of the threadgroup arrives before any goes on; what they wrote to
+// threadgroup memory is then visible to all.
+inline void threadgroup_sync() { __syncthreads(); }
+
+// The same, once this thread's copies are complete, except those of the AHEAD latest
+// blocks: every call ends the group of copies of one block.
+inline void staged_sync() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(int(AHEAD)) : "memory");
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+  __syncthreads();
+}
+
+// Layout of a tile of ROWS x D elements in threadgroup memory.
+template <typename T, int ROWS, int D>
+struct TileLayout {
+  enum : int {
+    BYTES = D * sizeof(T),
+    CHUNKS = BYTES % 128 == 0 ? 8 : BYTES % 64 == 0 ? 4 : 2,  // of a panel's row
+    PANEL_BYTES = ROWS * CHUNKS * 16,
+  };
+  // Bytes from the start of the tile to the 16-byte chunk `chunk` of a row.
+  static int place(int row, int chunk) {
+    const int swizzled = chunk % CHUNKS ^ row / (8 / CHUNKS) % CHUNKS;
+    return chunk / CHUNKS * PANEL_BYTES + (row * CHUNKS + swizzled) * 16;
+  }
+};
+
+inline unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+// Two neighbours as one register.
+inline unsigned pack(float a, float b, __half) {
+  const __half2 x = __floats2half2_rn(a, b);
+  return reinterpret_cast<const unsigned&>(x);
+}
+inline unsigned pack(float a, float b, __nv_bfloat16) {
+  const __nv_bfloat162 x = __floats2bfloat162_rn(a, b);
+  return reinterpret_cast<const unsigned&>(x);
+}
+template <typename T>
+inline float2 unpack(unsigned x) {
+  const T* pair = reinterpret_cast<const T*>(&x);
+  return float2{float(pair[0]), float(pair[1])};
+}
+
+// Left operand of a product. reg[r][s] is a lane's 4 bytes of the 16-byte chunk s of a
+// row; a tile that was converted from float accumulators to float holds the columns of
+// each fragment in the order 0 2 4 6 1 3 5 7 instead, and mma_ab reads b in that order.
+template <typename T, int R, int C>
+struct RowTile {
+  unsigned reg[R][C * sizeof(T) / 2];
+};
+
+// Left operand of a product, read from threadgroup memory each time: saves registers.
+template <typename T, int R, int C>
+struct SharedRowTile {
+  const T* rows_tg;  // of the warps that multiply together
+};
+
+template <typename T, int R, int C, bool IN_TG>
+struct LeftOperand {
+  typedef RowTile<T, R, C> type;
+};
+template <typename T, int R, int C>
+struct LeftOperand<T, R, C, true> {
+  typedef SharedRowTile<T, R, C> type;
+};
+
+// Accumulator of a product.
+template <int R, int C>
+struct AccTile {
+  float frag[R / 2][C][4];
+
+  inline float get(int i, int j) { return frag[i / 2][j / 2][i % 2 * 2 + j % 2]; }
+  inline void set(int i, int j, float x) {
+    frag[i / 2][j / 2][i % 2 * 2 + j % 2] = x;
+  }
+};
+
+template <int R, int C>
+inline void fill(AccTile<R, C>& x, float value) {
+  UNROLL for (int i = 0; i < R; ++i) {
+    UNROLL for (int j = 0; j < 2 * C; ++j) { x.set(i, j, value); }
+  }
+}
+
+// x *= factor, for the row slot i only.
+template <int R, int C>
+inline void scale_row(AccTile<R, C>& x, int i, float factor) {
+  UNROLL for (int j = 0; j < 2 * C; ++j) { x.set(i, j, x.get(i, j) * factor); }
+}
+
+// Round to the element type of the next product.
+template <typename T, int R, int C>
+inline void convert(RowTile<T, R, C>& to, AccTile<R, C>& from) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    UNROLL for (int c = 0; c < C; ++c) {
+      to.reg[r][c] = pack(from.get(r, 2 * c), from.get(r, 2 * c + 1), T());
+    }
+  }
+}
+template <int R, int C>
+inline void convert(RowTile<float, R, C>& to, AccTile<R, C>& from) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    UNROLL for (int j = 0; j < 2 * C; ++j) {
+      to.reg[r][j] = __float_as_uint(from.get(r, j));
+    }
+  }
+}
+
+// Reductions over the lanes that hold one row; each of them gets the result.
+inline float over_row_max(float x) {
+  x = maximum(x, __shfl_xor_sync(~0u, x, 1));
+  return maximum(x, __shfl_xor_sync(~0u, x, 2));
+}
+inline float over_row_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+template <int R, int C>
+inline float row_max(AccTile<R, C>& x, int i) {
+  float m = x.get(i, 0);
+  UNROLL for (int j = 1; j < 2 * C; ++j) { m = maximum(m, x.get(i, j)); }
+  return over_row_max(m);
+}
+
+// Sum over d of x * y, for the row slot i.
+template <typename T, int R, int C>
+inline float row_dot(RowTile<T, R, C>& x, RowTile<T, R, C>& y, int i) {
+  float sum = 0.0f;
+  UNROLL for (int c = 0; c < C; ++c) {
+    const float2 a = unpack<T>(x.reg[i][c]), b = unpack<T>(y.reg[i][c]);
+    sum += a.x * b.x + a.y * b.y;
+  }
+  return over_row_sum(sum);
+}
+template <int R, int C>
+inline float row_dot(RowTile<float, R, C>& x, RowTile<float, R, C>& y, int i) {
+  float sum = 0.0f;
+  UNROLL for (int s = 0; s < 2 * C; ++s) {
+    sum += __uint_as_float(x.reg[i][s]) * __uint_as_float(y.reg[i][s]);
+  }
+  return over_row_sum(sum);
+}
+
+// Four 8x16-byte matrices from threadgroup memory; lane l gives the address of row
+// l % 8 of matrix l / 8 and gets the 4 bytes l % 4 of row l / 4 of each of them.
+struct FourMatrices {
+  unsigned reg[4];
+
+  inline FourMatrices(unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(reg[0]), "=r"(reg[1]), "=r"(reg[2]), "=r"(reg[3])
+                 : "r"(address)
+                 : "memory");
+  }
+};
+// The same with each matrix of 8x8 16-bit elements transposed.
+struct FourTransposed {
+  unsigned reg[4];
+
+  inline FourTransposed(unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(reg[0]), "=r"(reg[1]), "=r"(reg[2]), "=r"(reg[3])
+                 : "r"(address)
+                 : "memory");
+  }
+};
+
+// Left operand of one instruction: 16 rows x 32 bytes.
+template <typename T, int R, int C>
+inline void left_step(unsigned (&to)[4], RowTile<T, R, C>& a, int i, int s) {
+  UNROLL for (int e = 0; e < 4; ++e) { to[e] = a.reg[2 * i + e % 2][2 * s + e / 2]; }
+}
+template <typename T, int R, int C>
+inline void left_step(unsigned (&to)[4], SharedRowTile<T, R, C>& a, int i, int s) {
+  typedef TileLayout<T, TOGETHER * 8 * R, 8 * C> Layout;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % TOGETHER;
+  const int row = 8 * (warp * R + 2 * i + lane / 8 % 2) + lane % 8;
+  const FourMatrices x(shared_address(a.rows_tg) +
+                       Layout::place(row, 2 * s + lane / 16));
+  UNROLL for (int e = 0; e < 4; ++e) { to[e] = x.reg[e]; }
+}
+
+// d += a b for 16 rows, 8 columns and 32 bytes along the sum.
+inline void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __half) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+inline void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
+                     __nv_bfloat16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+inline void multiply_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+inline unsigned to_tf32(unsigned x) {
+  unsigned y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
+  return y;
+}
+inline unsigned tf32_remainder(unsigned x) {
+  return to_tf32(
+      __float_as_uint(__uint_as_float(x) - __uint_as_float(to_tf32(x))));
+}
+inline void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, float) {
+  unsigned high[4];
+  UNROLL for (int e = 0; e < 4; ++e) { high[e] = to_tf32(a[e]); }
+  if (FLOAT_TERMS == 3) {
+    unsigned low[4];
+    UNROLL for (int e = 0; e < 4; ++e) { low[e] = tf32_remainder(a[e]); }
+    multiply_tf32(d, low, to_tf32(b0), to_tf32(b1));
+    multiply_tf32(d, high, tf32_remainder(b0), tf32_remainder(b1));
+  }
+  multiply_tf32(d, high, to_tf32(b0), to_tf32(b1));
+}
+
+// acc += a b^T, the rows of b in threadgroup memory.
+template <template <typename, int, int> class Left, typename T, int R, int C, int K>
+inline void mma_abt(AccTile<R, K>& acc, Left<T, R, C>& a, const T* b_tg) {
+  typedef TileLayout<T, 8 * K, 8 * C> Layout;
+  enum : int { STEPS = C * sizeof(T) / 4 };
+  const int lane = threadIdx.x % 32;
+  const unsigned b = shared_address(b_tg);
+  if constexpr (HAS_WGMMA && sizeof(T) == 2) {
+    static_assert(R == 2, "16 rows a warp");
+    unsigned left[STEPS][4];
+    UNROLL for (int s = 0; s < STEPS; ++s) { left_step(left[s], a, 0, s); }
+    multiply_together<T, Layout, false, K>(acc.frag[0], left, b);
+  } else {
+    UNROLL for (int s = 0; s < STEPS; ++s) {
+      unsigned left[R / 2][4];
+      UNROLL for (int i = 0; i < R / 2; ++i) { left_step(left[i], a, i, s); }
+      UNROLL for (int k = 0; k < K; k += 2) {
+        const int row = 8 * (k + lane / 16) + lane % 8;
+        const FourMatrices right(b + Layout::place(row, 2 * s + lane / 8 % 2));
+        UNROLL for (int i = 0; i < R / 2; ++i) {
+          multiply(acc.frag[i][k], left[i], right.reg[0], right.reg[1], T());
+          multiply(acc.frag[i][k + 1], left[i], right.reg[2], right.reg[3], T());
+        }
+      }
+    }
+  }
+}
+
+// acc += a b, the rows of b in threadgroup memory.
+template <typename T, int R, int K, int C>
+inline void mma_ab(AccTile<R, C>& acc, RowTile<T, R, K>& a, const T* b_tg) {
+  typedef TileLayout<T, 8 * K, 8 * C> Layout;
+  const int lane = threadIdx.x % 32;
+  const unsigned b = shared_address(b_tg);
+  unsigned left[R / 2][K / 2][4];
+  UNROLL for (int i = 0; i < R / 2; ++i) {
+    UNROLL for (int s = 0; s < K / 2; ++s) { left_step(left[i][s], a, i, s); }
+  }
+  if constexpr (HAS_WGMMA) {
+    multiply_together<T, Layout, true, C>(acc.frag[0], left[0], b);
+  } else {
+    UNROLL for (int s = 0; s < K / 2; ++s) {
+      UNROLL for (int c = 0; c < C; c += 2) {
+        const FourTransposed right(b + Layout::place(16 * s + lane % 16, c + lane / 16));
+        UNROLL for (int i = 0; i < R / 2; ++i) {
+          multiply(acc.frag[i][c], left[i][s], right.reg[0], right.reg[1], T());
+          multiply(acc.frag[i][c + 1], left[i][s], right.reg[2], right.reg[3], T());
+        }
+      }
+    }
+  }
+}
+template <int R, int K, int C>
+inline void mma_ab(AccTile<R, C>& acc, RowTile<float, R, K>& a, const float* b_tg) {
+  typedef TileLayout<float, 8 * K, 8 * C> Layout;
+  const int lane = threadIdx.x % 32;
+  const char* b = reinterpret_cast<const char*>(b_tg) + lane / 4 % 4 * 4;
+  UNROLL for (int s = 0; s < K; ++s) {
+    const int row = 8 * s + lane % 4 * 2;
+    unsigned left[R / 2][4];
+    UNROLL for (int i = 0; i < R / 2; ++i) { left_step(left[i], a, i, s); }
+    UNROLL for (int c = 0; c < C; ++c) {
+      const int chunk = 2 * c + lane / 16;
+      const unsigned b0 =
+          *reinterpret_cast<const unsigned*>(b + Layout::place(row, chunk));
+      const unsigned b1 =
+          *reinterpret_cast<const unsigned*>(b + Layout::place(row + 1, chunk));
+      UNROLL for (int i = 0; i < R / 2; ++i) {
+        multiply(acc.frag[i][c], left[i], b0, b1, float());
+      }
+    }
+  }
+}
+
+// `bytes` bytes to threadgroup memory, asynchronously; zeros unless `exists`.
+template <int BYTES>
+inline void copy(unsigned to, const void* from, bool exists) {
+  const int n = exists ? BYTES : 0;
+  if (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(n)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from),
+                 "n"(BYTES), "r"(n)
+                 : "memory");
+  }
+}
+
+// Whether every row of a view starts at a multiple of `bytes` bytes, without gaps.
+template <typename T>
+inline bool is_aligned(Operand<T> x, int bytes) {
+  const long place = reinterpret_cast<long>(x.data);
+  const long steps = (x.stride.b | x.stride.h | x.stride.t) * sizeof(T);
+  return x.stride.d == 1 && ((place | steps) & (bytes - 1)) == 0;
+}
+
+// Rows [row, row + ROWS) of head (b, h) to the rows from tile_row on of a tile of
+// TILE_ROWS rows, by THREADS threads.
+template <int ROWS, int D, int THREADS, int TILE_ROWS, typename T>
+inline void stage_rows(T* tile_tg, int tile_row, Operand<T> from, int b, int h, int row,
+                       int n_rows, int thread_index) {
+  typedef TileLayout<T, TILE_ROWS, D> Layout;
+  enum : int { CHUNK = 16 / sizeof(T), CHUNKS_PER_ROW = D / CHUNK };
+  const T* head = from.data + offset(from.stride, b, h, row);
+  const bool aligned = is_aligned(from, 16);
+  UNROLL for (int first = 0; first < ROWS * CHUNKS_PER_ROW; first += THREADS) {
+    const int i = first + thread_index;
+    if (ROWS * CHUNKS_PER_ROW % THREADS && i >= ROWS * CHUNKS_PER_ROW) break;
+    const bool steady = THREADS % CHUNKS_PER_ROW == 0;
+    const int r = steady ? thread_index / CHUNKS_PER_ROW + first / CHUNKS_PER_ROW
+                         : i / CHUNKS_PER_ROW;
+    const int chunk = steady ? thread_index % CHUNKS_PER_ROW : i % CHUNKS_PER_ROW;
+    char* to = reinterpret_cast<char*>(tile_tg) + Layout::place(tile_row + r, chunk);
+    const bool exists = row + r < n_rows;
+    const T* source = head + r * from.stride.t + chunk * CHUNK * from.stride.d;
+    if (aligned) {
+      copy<16>(shared_address(to), exists ? source : from.data, exists);
+    } else {
+      UNROLL for (int e = 0; e < CHUNK; ++e) {
+        reinterpret_cast<T*>(to)[e] = exists ? source[e * from.stride.d] : T(0.0f);
+      }
+    }
+  }
+}
+
+// Rows [row, row + ROWS) of head (b, h) to threadgroup memory, by THREADS threads.
+// Rows from n_rows on become zeros. They are there after the staged_sync of their turn.
+template <int ROWS, int D, int THREADS, typename T>
+inline void stage(T* to_tg, Operand<T> from, int b, int h, int row, int n_rows,
+                  int thread_index) {
+  stage_rows<ROWS, D, THREADS, ROWS>(to_tg, 0, from, b, h, row, n_rows, thread_index);
+}
+
+// Tile of ROWS rows, among the SLOTS that take turns, that a block is staged in.
+template <int ROWS, int D, typename T>
+inline T* slot(T* tiles_tg, int block) {
+  return tiles_tg + block % SLOTS * ROWS * RowStride<T, D>::value;
+}
+
+// This warp's rows [row, row + 8 R) of head (b, h), in registers.
+template <typename T, int R, int C>
+inline void load_rows(RowTile<T, R, C>& x, Operand<T> from, int b, int h, int row,
+                      int n_rows, Worker at) {
+  enum : int { WORD = 4 / sizeof(T) };
+  const bool aligned = is_aligned(from, 4);
+  UNROLL for (int r = 0; r < R; ++r) {
+    const int t = row + tile_row(at, r);
+    const T* first = from.data + offset(from.stride, b, h, t);
+    UNROLL for (int s = 0; s < int(C * sizeof(T)) / 2; ++s) {
+      const int d = (4 * s + at.lane % 4) * WORD;
+      x.reg[r][s] = 0;
+      if (t < n_rows && aligned) {
+        x.reg[r][s] = *reinterpret_cast<const unsigned*>(first + d);
+      } else if (t < n_rows) {
+        UNROLL for (int e = 0; e < WORD; ++e) {
+          reinterpret_cast<T*>(&x.reg[r][s])[e] = first[(d + e) * from.stride.d];
+        }
+      }
+    }
+  }
+}
+
+// The same rows as a left operand: in registers (rows_tg is not used), or in rows_tg; a
+// staged_sync must come before their first use.
+template <typename T, int R, int C>
+inline void load_left(RowTile<T, R, C>& x, T* rows_tg, Operand<T> from, int b, int h,
+                      int row, int n_rows, Worker at) {
+  load_rows(x, from, b, h, row, n_rows, at);
+}
+template <typename T, int R, int C>
+inline void load_left(SharedRowTile<T, R, C>& x, T* rows_tg, Operand<T> from, int b,
+                      int h, int row, int n_rows, Worker at) {
+  x.rows_tg = rows_tg + first_row_together<R>(at) * RowStride<T, 8 * C>::value;
+  const int tile_row = first_row<R>(at) - first_row_together<R>(at);
+  stage_rows<8 * R, 8 * C, 32, TOGETHER * 8 * R>(const_cast<T*>(x.rows_tg), tile_row,
+                                                 from, b, h, row, n_rows, at.lane);
+}
+
+// Two neighbours to memory, rounded to its type.
+template <typename T>
+inline void store_pair(T* to, float a, float b) {
+  *reinterpret_cast<unsigned*>(to) = pack(a, b, T());
+}
+inline void store_pair(float* to, float a, float b) {
+  *reinterpret_cast<float2*>(to) = float2{a, b};
+}
+
+// The tile's rows to an output at `to`, the head's row 0; row_step elements lie between
+// rows. Rows from n_rows on are not stored.
+template <typename T, int R, int C>
+inline void store_rows(T* to, long row_step, AccTile<R, C>& x, int row, int n_rows,
+                       Worker at) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    const int t = row + tile_row(at, r);
+    if (t < n_rows) {
+      UNROLL for (int j = 0; j < 2 * C; j += 2) {
+        store_pair(to + t * row_step + tile_col(at, j), x.get(r, j), x.get(r, j + 1));
+      }
+    }
+  }
+}
+
+// One number per row of a tile, the same in all lanes of the row.
+template <int R>
+struct RowValues {
+  float value[R];
+  inline float at_slot(int i, int) const { return value[i]; }
+};
+
+// One number per column of a tile, in threadgroup memory.
+struct ColumnValues {
+  const float* column_tg;
+  Worker worker;
+  inline float at_slot(int, int j) const { return column_tg[tile_col(worker, j)]; }
+};
+
+template <int R>
+inline void load_row_values(RowValues<R>& x, RowOperand from, int b, int h, int row,
+                            int n_rows, Worker at) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    const int t = row + tile_row(at, r);
+    x.value[r] = t < n_rows ? from.data[offset(from.stride, b, h, t)] : 0.0f;
+  }
+}
+
+template <int R>
+inline void store_row_values(float* to, RowValues<R>& x, int row, int n_rows,
+                             Worker at) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    const int t = row + tile_row(at, r);
+    if (t < n_rows && tile_col(at, 0) == 0) to[t] = x.value[r];
+  }
+}
+
+// Numbers of the rows [row, row + ROWS) to threadgroup memory, zeros from n_rows on.
+template <int ROWS, int THREADS>
+inline void stage_values(float* to_tg, RowOperand from, int b, int h, int row,
+                         int n_rows, Worker at) {
+  for (int r = at.thread_index; r < ROWS; r += THREADS) {
+    const bool exists = row + r < n_rows;
+    const long place = exists ? offset(from.stride, b, h, row + r) : 0;
+    copy<4>(shared_address(to_tg + r), from.data + place, exists);
+  }
+}
