@@ -2,12 +2,12 @@
 //
 // Fragment   8x8 elements, spread over the 32 lanes of a warp as the PTX manual lays
 //            out accumulators: a lane holds two neighbours of row lane / 4.
-// Tiles      A warp owns 8 * R rows; where it multiplies, R is even. 16-bit types use
-//            wgmma where the GPU has it (sm_90a): four warps, R = 2, multiply together
-//            and must take the same branches. Else mma.sync.
-// Float      FLOAT_TERMS = 1: products in TF32 (8 + 11 bits, rounded to nearest).
-//            FLOAT_TERMS = 3: each number is split into two TF32 parts, and the three
-//            products that matter are summed: float32 accuracy.
+// Tiles      A warp owns 8 * R rows; where it multiplies, R is even. Products use wgmma
+//            where the GPU has it (sm_90a): four warps multiply together and must take
+//            the same branches. Else, and for what wgmma has not, mma.sync.
+// Float      FLOAT_TERMS = 1: products in TF32, 11 bits of mantissa. FLOAT_TERMS = 3:
+//            each number is split into two TF32 parts, and the three products that
+//            matter are summed: float32 accuracy.
 // Shared     A tile is cut into panels 128, 64 or 32 bytes wide. In a panel, the 16-byte
 //            chunks of a row are permuted by exclusive or with the row (the swizzles
 //            of wgmma); ldmatrix is free of bank conflicts on the same layout.
@@ -15,8 +15,9 @@
 // Edges      Rows past the end of an array read as zeros and are never stored.
 
 enum : int {
-  TOGETHER = 4,  // warps that must take the same branches
-  AHEAD = 1,     // blocks that are staged before their turn
+  TOGETHER = 4,                   // warps that must take the same branches
+  ROWS_TOGETHER = 16 * TOGETHER,  // of one wgmma
+  AHEAD = 1,                      // blocks that are staged before their turn
   SLOTS = AHEAD + 1,
 };
 
@@ -37,9 +38,7 @@ inline int first_row_together(Worker at) {
   return at.simd / TOGETHER * TOGETHER * 8 * R;
 }
 inline int tile_row(Worker at, int i) { return 8 * i + at.lane / 4; }
-inline int tile_col(Worker at, int j) {
-  return 8 * (j / 2) + at.lane % 4 * 2 + j % 2;
-}
+inline int tile_col(Worker at, int j) { return 8 * (j / 2) + at.lane % 4 * 2 + j % 2; }
 
 template <typename T, int D>
 struct RowStride {
@@ -75,7 +74,9 @@ template <typename T, int ROWS, int D>
 struct TileLayout {
   enum : int {
     BYTES = D * sizeof(T),
-    CHUNKS = BYTES % 128 == 0 ? 8 : BYTES % 64 == 0 ? 4 : 2,  // of a panel's row
+    CHUNKS = BYTES % 128 == 0 ? 8
+    : BYTES % 64 == 0         ? 4
+                              : 2,  // of a panel's row
     PANEL_BYTES = ROWS * CHUNKS * 16,
   };
   // Bytes from the start of the tile to the 16-byte chunk `chunk` of a row.
@@ -113,9 +114,10 @@ struct RowTile {
 };
 
 // Left operand of a product, read from threadgroup memory each time: saves registers.
+// R / 2 tiles of ROWS_TOGETHER rows, 16 of each warp.
 template <typename T, int R, int C>
 struct SharedRowTile {
-  const T* rows_tg;  // of the warps that multiply together
+  const T* rows_tg;
 };
 
 template <typename T, int R, int C, bool IN_TG>
@@ -133,9 +135,7 @@ struct AccTile {
   float frag[R / 2][C][4];
 
   inline float get(int i, int j) { return frag[i / 2][j / 2][i % 2 * 2 + j % 2]; }
-  inline void set(int i, int j, float x) {
-    frag[i / 2][j / 2][i % 2 * 2 + j % 2] = x;
-  }
+  inline void set(int i, int j, float x) { frag[i / 2][j / 2][i % 2 * 2 + j % 2] = x; }
 };
 
 template <int R, int C>
@@ -222,88 +222,142 @@ struct FourTransposed {
   unsigned reg[4];
 
   inline FourTransposed(unsigned address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(reg[0]), "=r"(reg[1]), "=r"(reg[2]), "=r"(reg[3])
-                 : "r"(address)
-                 : "memory");
+    asm volatile(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(reg[0]), "=r"(reg[1]), "=r"(reg[2]), "=r"(reg[3])
+        : "r"(address)
+        : "memory");
   }
 };
 
-// Left operand of one instruction: 16 rows x 32 bytes.
+// Left operand of one step: 16 rows and 32 bytes along the sum.
 template <typename T, int R, int C>
-inline void left_step(unsigned (&to)[4], RowTile<T, R, C>& a, int i, int s) {
-  UNROLL for (int e = 0; e < 4; ++e) { to[e] = a.reg[2 * i + e % 2][2 * s + e / 2]; }
+inline LeftRegisters left_step(RowTile<T, R, C>& a, int i, int s) {
+  LeftRegisters left;
+  UNROLL for (int e = 0; e < 4; ++e) {
+    left.reg[e] = a.reg[2 * i + e % 2][2 * s + e / 2];
+  }
+  return left;
 }
 template <typename T, int R, int C>
-inline void left_step(unsigned (&to)[4], SharedRowTile<T, R, C>& a, int i, int s) {
-  typedef TileLayout<T, TOGETHER * 8 * R, 8 * C> Layout;
+inline LeftRegisters left_step(SharedRowTile<T, R, C>& a, int i, int s) {
+  typedef TileLayout<T, ROWS_TOGETHER, 8 * C> Layout;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % TOGETHER;
-  const int row = 8 * (warp * R + 2 * i + lane / 8 % 2) + lane % 8;
-  const FourMatrices x(shared_address(a.rows_tg) +
-                       Layout::place(row, 2 * s + lane / 16));
-  UNROLL for (int e = 0; e < 4; ++e) { to[e] = x.reg[e]; }
+  const FourMatrices x(shared_address(a.rows_tg + i * ROWS_TOGETHER * 8 * C) +
+                       Layout::place(16 * warp + lane % 16, 2 * s + lane / 16));
+  return LeftRegisters{{x.reg[0], x.reg[1], x.reg[2], x.reg[3]}};
 }
 
 // d += a b for 16 rows, 8 columns and 32 bytes along the sum.
-inline void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __half) {
+inline void multiply(float (&d)[4], LeftRegisters a, unsigned b0, unsigned b1, __half) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
       "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      : "r"(a.reg[0]), "r"(a.reg[1]), "r"(a.reg[2]), "r"(a.reg[3]), "r"(b0), "r"(b1));
 }
-inline void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
+inline void multiply(float (&d)[4], LeftRegisters a, unsigned b0, unsigned b1,
                      __nv_bfloat16) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
       "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      : "r"(a.reg[0]), "r"(a.reg[1]), "r"(a.reg[2]), "r"(a.reg[3]), "r"(b0), "r"(b1));
 }
-inline void multiply_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+inline void multiply_tf32(float (&d)[4], LeftRegisters a, unsigned b0, unsigned b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, "
       "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      : "r"(a.reg[0]), "r"(a.reg[1]), "r"(a.reg[2]), "r"(a.reg[3]), "r"(b0), "r"(b1));
 }
-inline unsigned to_tf32(unsigned x) {
+
+// The matrix instructions cut a float to TF32. `nearly` makes that unbiased first: what
+// TF32 holds exactly it leaves, and on average it adds what the cut takes away.
+inline unsigned nearly(unsigned x) {
+  return __float_as_uint(__uint_as_float(x) * 1.000345f);
+}
+inline LeftRegisters nearly(LeftRegisters x, float) {
+  UNROLL for (int e = 0; e < 4; ++e) { x.reg[e] = nearly(x.reg[e]); }
+  return x;
+}
+inline LeftRegisters nearly(LeftRegisters x, __half) { return x; }
+inline LeftRegisters nearly(LeftRegisters x, __nv_bfloat16) { return x; }
+// The parts of a float: the nearest TF32 number, and what is left.
+inline unsigned high_part(unsigned x) {
   unsigned y;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
   return y;
 }
-inline unsigned tf32_remainder(unsigned x) {
-  return to_tf32(
-      __float_as_uint(__uint_as_float(x) - __uint_as_float(to_tf32(x))));
+inline unsigned low_part(unsigned x) {
+  const float rest = __uint_as_float(x) - __uint_as_float(high_part(x));
+  return high_part(__float_as_uint(rest));
 }
-inline void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, float) {
-  unsigned high[4];
-  UNROLL for (int e = 0; e < 4; ++e) { high[e] = to_tf32(a[e]); }
+inline void multiply(float (&d)[4], LeftRegisters a, unsigned b0, unsigned b1, float) {
   if (FLOAT_TERMS == 3) {
-    unsigned low[4];
-    UNROLL for (int e = 0; e < 4; ++e) { low[e] = tf32_remainder(a[e]); }
-    multiply_tf32(d, low, to_tf32(b0), to_tf32(b1));
-    multiply_tf32(d, high, tf32_remainder(b0), tf32_remainder(b1));
+    LeftRegisters high, low;
+    UNROLL for (int e = 0; e < 4; ++e) {
+      high.reg[e] = high_part(a.reg[e]);
+      low.reg[e] = low_part(a.reg[e]);
+    }
+    multiply_tf32(d, low, high_part(b0), high_part(b1));
+    multiply_tf32(d, high, low_part(b0), low_part(b1));
+    multiply_tf32(d, high, high_part(b0), high_part(b1));
+  } else {
+    multiply_tf32(d, nearly(a, float()), nearly(b0), nearly(b1));
   }
-  multiply_tf32(d, high, to_tf32(b0), to_tf32(b1));
+}
+
+// The left operand of all steps, as wgmma takes it.
+template <typename T, int R, int C>
+struct LeftSteps {
+  enum : int { STEPS = C * sizeof(T) / 4 };
+  LeftRegisters step[R / 2][STEPS];
+
+  inline LeftSteps(RowTile<T, R, C>& a) {
+    UNROLL for (int i = 0; i < R / 2; ++i) {
+      UNROLL for (int s = 0; s < STEPS; ++s) {
+        step[i][s] = nearly(left_step(a, i, s), T());
+      }
+    }
+  }
+};
+template <typename T, int R, int C>
+struct SharedLeftSteps {
+  enum : int { STEPS = C * sizeof(T) / 4 };
+  unsigned long step[R / 2][STEPS];
+
+  inline SharedLeftSteps(SharedRowTile<T, R, C>& a) {
+    typedef TileLayout<T, ROWS_TOGETHER, 8 * C> Layout;
+    UNROLL for (int i = 0; i < R / 2; ++i) {
+      const T* rows = a.rows_tg + i * ROWS_TOGETHER * 8 * C;
+      UNROLL for (int s = 0; s < STEPS; ++s) {
+        step[i][s] = describe<Layout>(shared_address(rows), Layout::place(0, 2 * s));
+      }
+    }
+  }
+};
+template <typename T, int R, int C>
+inline LeftSteps<T, R, C> left_steps(RowTile<T, R, C>& a) {
+  return LeftSteps<T, R, C>(a);
+}
+template <typename T, int R, int C>
+inline SharedLeftSteps<T, R, C> left_steps(SharedRowTile<T, R, C>& a) {
+  return SharedLeftSteps<T, R, C>(a);
 }
 
 // acc += a b^T, the rows of b in threadgroup memory.
 template <template <typename, int, int> class Left, typename T, int R, int C, int K>
 inline void mma_abt(AccTile<R, K>& acc, Left<T, R, C>& a, const T* b_tg) {
   typedef TileLayout<T, 8 * K, 8 * C> Layout;
-  enum : int { STEPS = C * sizeof(T) / 4 };
   const int lane = threadIdx.x % 32;
   const unsigned b = shared_address(b_tg);
-  if constexpr (HAS_WGMMA && sizeof(T) == 2) {
-    static_assert(R == 2, "16 rows a warp");
-    unsigned left[STEPS][4];
-    UNROLL for (int s = 0; s < STEPS; ++s) { left_step(left[s], a, 0, s); }
-    multiply_together<T, Layout, false, K>(acc.frag[0], left, b);
+  if constexpr (HAS_WGMMA && (sizeof(T) == 2 || FLOAT_TERMS == 1)) {
+    multiply_together<T, Layout, false>(acc.frag, left_steps(a).step, b);
   } else {
-    UNROLL for (int s = 0; s < STEPS; ++s) {
-      unsigned left[R / 2][4];
-      UNROLL for (int i = 0; i < R / 2; ++i) { left_step(left[i], a, i, s); }
+    UNROLL for (int s = 0; s < int(C * sizeof(T)) / 4; ++s) {
+      LeftRegisters left[R / 2];
+      UNROLL for (int i = 0; i < R / 2; ++i) { left[i] = left_step(a, i, s); }
       UNROLL for (int k = 0; k < K; k += 2) {
         const int row = 8 * (k + lane / 16) + lane % 8;
         const FourMatrices right(b + Layout::place(row, 2 * s + lane / 8 % 2));
@@ -322,19 +376,17 @@ inline void mma_ab(AccTile<R, C>& acc, RowTile<T, R, K>& a, const T* b_tg) {
   typedef TileLayout<T, 8 * K, 8 * C> Layout;
   const int lane = threadIdx.x % 32;
   const unsigned b = shared_address(b_tg);
-  unsigned left[R / 2][K / 2][4];
-  UNROLL for (int i = 0; i < R / 2; ++i) {
-    UNROLL for (int s = 0; s < K / 2; ++s) { left_step(left[i][s], a, i, s); }
-  }
   if constexpr (HAS_WGMMA) {
-    multiply_together<T, Layout, true, C>(acc.frag[0], left[0], b);
+    multiply_together<T, Layout, true>(acc.frag, left_steps(a).step, b);
   } else {
     UNROLL for (int s = 0; s < K / 2; ++s) {
       UNROLL for (int c = 0; c < C; c += 2) {
-        const FourTransposed right(b + Layout::place(16 * s + lane % 16, c + lane / 16));
+        const FourTransposed right(b +
+                                   Layout::place(16 * s + lane % 16, c + lane / 16));
         UNROLL for (int i = 0; i < R / 2; ++i) {
-          multiply(acc.frag[i][c], left[i][s], right.reg[0], right.reg[1], T());
-          multiply(acc.frag[i][c + 1], left[i][s], right.reg[2], right.reg[3], T());
+          const LeftRegisters left = left_step(a, i, s);
+          multiply(acc.frag[i][c], left, right.reg[0], right.reg[1], T());
+          multiply(acc.frag[i][c + 1], left, right.reg[2], right.reg[3], T());
         }
       }
     }
@@ -347,16 +399,13 @@ inline void mma_ab(AccTile<R, C>& acc, RowTile<float, R, K>& a, const float* b_t
   const char* b = reinterpret_cast<const char*>(b_tg) + lane / 4 % 4 * 4;
   UNROLL for (int s = 0; s < K; ++s) {
     const int row = 8 * s + lane % 4 * 2;
-    unsigned left[R / 2][4];
-    UNROLL for (int i = 0; i < R / 2; ++i) { left_step(left[i], a, i, s); }
     UNROLL for (int c = 0; c < C; ++c) {
-      const int chunk = 2 * c + lane / 16;
-      const unsigned b0 =
-          *reinterpret_cast<const unsigned*>(b + Layout::place(row, chunk));
-      const unsigned b1 =
-          *reinterpret_cast<const unsigned*>(b + Layout::place(row + 1, chunk));
+      const char* first = b + Layout::place(row, 2 * c + lane / 16);
+      const char* second = b + Layout::place(row + 1, 2 * c + lane / 16);
+      const unsigned b0 = *reinterpret_cast<const unsigned*>(first);
+      const unsigned b1 = *reinterpret_cast<const unsigned*>(second);
       UNROLL for (int i = 0; i < R / 2; ++i) {
-        multiply(acc.frag[i][c], left[i], b0, b1, float());
+        multiply(acc.frag[i][c], left_step(a, i, s), b0, b1, float());
       }
     }
   }
@@ -461,10 +510,13 @@ inline void load_left(RowTile<T, R, C>& x, T* rows_tg, Operand<T> from, int b, i
 template <typename T, int R, int C>
 inline void load_left(SharedRowTile<T, R, C>& x, T* rows_tg, Operand<T> from, int b,
                       int h, int row, int n_rows, Worker at) {
-  x.rows_tg = rows_tg + first_row_together<R>(at) * RowStride<T, 8 * C>::value;
-  const int tile_row = first_row<R>(at) - first_row_together<R>(at);
-  stage_rows<8 * R, 8 * C, 32, TOGETHER * 8 * R>(const_cast<T*>(x.rows_tg), tile_row,
-                                                 from, b, h, row, n_rows, at.lane);
+  T* tile_tg = rows_tg + first_row_together<R>(at) * RowStride<T, 8 * C>::value;
+  x.rows_tg = tile_tg;
+  UNROLL for (int i = 0; i < R / 2; ++i) {
+    stage_rows<16, 8 * C, 32, ROWS_TOGETHER>(tile_tg + i * ROWS_TOGETHER * 8 * C,
+                                             at.simd % TOGETHER * 16, from, b, h,
+                                             row + 16 * i, n_rows, at.lane);
+  }
 }
 
 // Two neighbours to memory, rounded to its type.

@@ -7,22 +7,23 @@
 // Grid       (ceil(Tk/BK), HKV, B) threadgroups of BK/(8 FK) simdgroups; a threadgroup
 //            owns BK key rows, a simdgroup 8 FK of them. Its own loop sums over the
 //            query heads of the group: no atomics, one order, the same bits every time.
-// Tiling     k (in threadgroup memory if K_IN_TG), v, dk, dv, s^T, dp^T in registers.
+// Tiling     k, v (in threadgroup memory if K_IN_TG, V_IN_TG), dk, dv, s^T, dp^T in
+//            registers.
 //            q, dout: BQ x D tiles, with their lse and delta, shared by the simdgroups.
-// Memory     (2 SLOTS BQ + (K_IN_TG ? BK : 0)) RowStride<T,D> sizeof(T) + 8 SLOTS BQ
-//            bytes of threadgroup memory; two barriers a block.
+// Memory     (2 SLOTS BQ + (K_IN_TG + V_IN_TG) BK) RowStride<T,D> sizeof(T) +
+//            8 SLOTS BQ bytes of threadgroup memory; two barriers a block.
 // Edges      as in attention_dq; queries past Tq are invisible.
 // Precision  scores, dp, dk, dv in float; p and ds rounded to T before their products.
 // Reference  mlx_flash.reference.attention_backward
 
 template <typename T, int D, int BQ, int BK, int FK, bool CAUSAL, bool WITH_DK,
-          bool WITH_DV, bool K_IN_TG>
+          bool WITH_DV, bool K_IN_TG, bool V_IN_TG>
 inline void attention_dkv(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> dout,
                           RowOperand lse, RowOperand delta, device T* dk, device T* dv,
                           float scale, Sizes n, threadgroup T* k_tg,
-                          threadgroup T* q_tg, threadgroup T* dout_tg,
-                          threadgroup float* lse_tg, threadgroup float* delta_tg,
-                          Worker at) {
+                          threadgroup T* v_tg, threadgroup T* q_tg,
+                          threadgroup T* dout_tg, threadgroup float* lse_tg,
+                          threadgroup float* delta_tg, Worker at) {
   static_assert(D % 8 == 0 && BQ % 8 == 0 && BK % (8 * FK) == 0, "whole fragments");
   enum : int { FD = D / 8, FQ = BQ / 8, THREADS = 32 * (BK / (8 * FK)) };
   const int group = n.H / n.HKV;
@@ -32,8 +33,8 @@ inline void attention_dkv(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> d
 
   typename LeftOperand<T, FK, FD, K_IN_TG>::type k_rows;  // [8 FK, D]
   load_left(k_rows, k_tg, k, at.batch, at.head, k_first, n.Tk, at);
-  RowTile<T, FK, FD> v_rows;  // [8 FK, D]
-  if (WITH_DK) load_rows(v_rows, v, at.batch, at.head, k_first, n.Tk, at);
+  typename LeftOperand<T, FK, FD, V_IN_TG>::type v_rows;  // [8 FK, D]
+  if (WITH_DK) load_left(v_rows, v_tg, v, at.batch, at.head, k_first, n.Tk, at);
   AccTile<FK, FD> dk_acc, dv_acc;  // [8 FK, D]
   fill(dk_acc, 0.0f);
   fill(dv_acc, 0.0f);

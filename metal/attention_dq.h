@@ -6,20 +6,21 @@
 // Outputs    dq [B,Tq,H,D] T
 // Grid       (ceil(Tq/BQ), H, B) threadgroups of BQ/(8 FQ) simdgroups; a threadgroup
 //            owns BQ query rows, a simdgroup 8 FQ of them.
-// Tiling     q (in threadgroup memory if Q_IN_TG), dout, dq, s, dp in registers. k, v:
-//            BK x D tiles, shared by the simdgroups.
-// Memory     (2 SLOTS BK + (Q_IN_TG ? BQ : 0)) RowStride<T,D> sizeof(T) bytes of
+// Tiling     q, dout (in threadgroup memory if Q_IN_TG, DOUT_IN_TG), dq, s, dp in
+//            registers. k, v: BK x D tiles, shared by the simdgroups.
+// Memory     (2 SLOTS BK + (Q_IN_TG + DOUT_IN_TG) BQ) RowStride<T,D> sizeof(T) bytes of
 //            threadgroup memory; two barriers a block.
 // Edges      any Tq, Tk >= 1. p is 0 where a key is invisible and in a row without keys
 //            (lse = -inf), for which exp(s - lse) is never evaluated.
 // Precision  scores, dp, dq in float; ds is rounded to T before ds k.
 // Reference  mlx_flash.reference.attention_backward
 
-template <typename T, int D, int BQ, int BK, int FQ, bool CAUSAL, bool Q_IN_TG>
+template <typename T, int D, int BQ, int BK, int FQ, bool CAUSAL, bool Q_IN_TG,
+          bool DOUT_IN_TG>
 inline void attention_dq(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> dout,
                          RowOperand lse, RowOperand delta, device T* dq, float scale,
-                         Sizes n, threadgroup T* q_tg, threadgroup T* k_tg,
-                         threadgroup T* v_tg, Worker at) {
+                         Sizes n, threadgroup T* q_tg, threadgroup T* dout_tg,
+                         threadgroup T* k_tg, threadgroup T* v_tg, Worker at) {
   static_assert(D % 8 == 0 && BK % 8 == 0 && BQ % (8 * FQ) == 0, "whole fragments");
   enum : int { FD = D / 8, FK = BK / 8, THREADS = 32 * (BQ / (8 * FQ)) };
   const int h_kv = at.head / (n.H / n.HKV);
@@ -29,8 +30,8 @@ inline void attention_dq(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> do
 
   typename LeftOperand<T, FQ, FD, Q_IN_TG>::type q_rows;  // [8 FQ, D]
   load_left(q_rows, q_tg, q, at.batch, at.head, q_first, n.Tq, at);
-  RowTile<T, FQ, FD> dout_rows;  // [8 FQ, D]
-  load_rows(dout_rows, dout, at.batch, at.head, q_first, n.Tq, at);
+  typename LeftOperand<T, FQ, FD, DOUT_IN_TG>::type dout_rows;  // [8 FQ, D]
+  load_left(dout_rows, dout_tg, dout, at.batch, at.head, q_first, n.Tq, at);
   RowValues<FQ> lse_rows, delta_rows;
   load_row_values(lse_rows, lse, at.batch, at.head, q_first, n.Tq, at);
   load_row_values(delta_rows, delta, at.batch, at.head, q_first, n.Tq, at);

@@ -5,19 +5,21 @@
 // Outputs    out [B,Tq,H,D] T  lse [B,H,Tq] float, natural log
 // Grid       (ceil(Tq/BQ), H, B) threadgroups of BQ/(8 FQ) simdgroups; a threadgroup
 //            owns BQ query rows, a simdgroup 8 FQ of them.
-// Tiling     q, acc, s, p in registers. k, v: BK x D tiles, shared by the simdgroups.
-// Memory     2 SLOTS BK RowStride<T,D> sizeof(T) bytes of threadgroup memory; two
-//            barriers a block.
+// Tiling     q (in threadgroup memory if Q_IN_TG), acc, s, p in registers. k, v: BK x D
+//            tiles, shared by the simdgroups.
+// Memory     (2 SLOTS BK + (Q_IN_TG ? BQ : 0)) RowStride<T,D> sizeof(T) bytes of
+//            threadgroup memory; two barriers a block.
 // Invariant  after a block: m = largest score so far, l = sum exp2(s - m) and
 //            acc = sum exp2(s - m) v over the keys so far.
 // Edges      any Tq, Tk >= 1. A row with no visible key stores out = 0 and lse = -inf.
 // Precision  scores, m, l, acc in float; p is rounded to T before p v.
 // Reference  mlx_flash.reference.attention_forward
 
-template <typename T, int D, int BQ, int BK, int FQ, bool CAUSAL>
+template <typename T, int D, int BQ, int BK, int FQ, bool CAUSAL, bool Q_IN_TG>
 inline void attention_forward(Operand<T> q, Operand<T> k, Operand<T> v, device T* out,
                               device float* lse, float scale, Sizes n,
-                              threadgroup T* k_tg, threadgroup T* v_tg, Worker at) {
+                              threadgroup T* q_tg, threadgroup T* k_tg,
+                              threadgroup T* v_tg, Worker at) {
   static_assert(D % 8 == 0 && BK % 8 == 0 && BQ % (8 * FQ) == 0, "whole fragments");
   enum : int { FD = D / 8, FK = BK / 8, THREADS = 32 * (BQ / (8 * FQ)) };
   const int h_kv = at.head / (n.H / n.HKV);
@@ -25,8 +27,8 @@ inline void attention_forward(Operand<T> q, Operand<T> k, Operand<T> v, device T
   const int q_first = block_first + first_row<FQ>(at);
   const int q_together = block_first + first_row_together<FQ>(at);
 
-  RowTile<T, FQ, FD> q_rows;  // [8 FQ, D]
-  load_rows(q_rows, q, at.batch, at.head, q_first, n.Tq, at);
+  typename LeftOperand<T, FQ, FD, Q_IN_TG>::type q_rows;  // [8 FQ, D]
+  load_left(q_rows, q_tg, q, at.batch, at.head, q_first, n.Tq, at);
   AccTile<FQ, FD> acc;  // [8 FQ, D]
   fill(acc, 0.0f);
   OnlineSoftmax<FQ> softmax;

@@ -86,7 +86,11 @@ def forward_call(
     return KernelCall(
         name="attention_forward",
         headers=(*HEADERS, "attention_forward"),
-        scratch=(("T", "k_tg", staged), ("T", "v_tg", staged)),
+        scratch=(
+            ("T", "q_tg", tile.rows if tile.rows_in_tg else 0),
+            ("T", "k_tg", staged),
+            ("T", "v_tg", staged),
+        ),
         arguments=(
             *map(operand, "qkv"),
             "out",
@@ -102,6 +106,7 @@ def forward_call(
             ("BK", tile.block),
             ("FQ", tile.fragments),
             ("CAUSAL", causal),
+            ("Q_IN_TG", tile.rows_in_tg),
         ),
         outputs=(("out", (B, Tq, H, D), q.dtype), ("lse", (B, H, Tq), mx.float32)),
         groups=(blocks(Tq, tile.rows), H, B),
@@ -160,6 +165,7 @@ def dq_call(
         headers=(*HEADERS, "attention_dq"),
         scratch=(
             ("T", "q_tg", tile.rows if tile.rows_in_tg else 0),
+            ("T", "dout_tg", tile.rows if tile.second_in_tg else 0),
             ("T", "k_tg", staged),
             ("T", "v_tg", staged),
         ),
@@ -173,6 +179,7 @@ def dq_call(
             ("FQ", tile.fragments),
             ("CAUSAL", causal),
             ("Q_IN_TG", tile.rows_in_tg),
+            ("DOUT_IN_TG", tile.second_in_tg),
         ),
         outputs=(("dq", (B, Tq, H, D), q.dtype),),
         groups=(blocks(Tq, tile.rows), H, B),
@@ -206,6 +213,7 @@ def dkv_call(
         headers=(*HEADERS, "attention_dkv"),
         scratch=(
             ("T", "k_tg", tile.rows if tile.rows_in_tg else 0),
+            ("T", "v_tg", tile.rows if tile.second_in_tg else 0),
             ("T", "q_tg", staged),
             ("T", "dout_tg", staged),
             ("float", "lse_tg", staged),
@@ -228,6 +236,7 @@ def dkv_call(
             ("WITH_DK", with_dk),
             ("WITH_DV", with_dv),
             ("K_IN_TG", tile.rows_in_tg),
+            ("V_IN_TG", tile.second_in_tg),
         ),
         outputs=tuple(
             (name, (B, Tk, HKV, D), k.dtype)

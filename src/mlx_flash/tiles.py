@@ -27,12 +27,14 @@ class Tile:
         fragments: 8-row fragments that a simdgroup owns (FQ, respectively FK).
         rows_in_tg: The first left operand (q, respectively k) stays in threadgroup
             memory instead of registers.
+        second_in_tg: So does the second (dout, respectively v).
     """
 
     rows: int
     block: int
     fragments: int = 1
     rows_in_tg: bool = False
+    second_in_tg: bool = False
 
     @property
     def threads(self) -> int:
@@ -152,7 +154,7 @@ def fragment_registers(kernel: str, t: Tile, D: int, element_bytes: int) -> int:
 
 def threadgroup_bytes(kernel: str, t: Tile, D: int, element_bytes: int) -> int:
     """Bytes of threadgroup memory that a kernel declares."""
-    rows = 2 * t.block + (t.rows if t.rows_in_tg else 0)
+    rows = 2 * t.block + (t.rows_in_tg + t.second_in_tg) * t.rows
     row_numbers = 0
     if kernel in ("attention_dkv", "attention_dk", "attention_dv"):
         row_numbers = 2 * 4 * t.block

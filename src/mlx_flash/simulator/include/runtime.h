@@ -87,6 +87,7 @@ struct alignas(64) Simdgroup {
   uint32_t barriers;  // simdgroup barriers that ordered threadgroup memory
   uint32_t device_barriers;
   uint32_t computed;  // products done; the next one has this number + 1
+  uint32_t complete;  // products that every lane that has returned has taken part in
   // What the lanes bring to an operation and take from it. Two of each, used in turn:
   // a lane may bring its next value while others still take the last result.
   alignas(64) unsigned char slot[2][SIMD_WIDTH][16];
@@ -505,6 +506,7 @@ SIMULATOR_FUNCTION void run_lane() {
   me->returned = true;
   simd.alive &= ~bit;
   simd.ready &= ~bit;
+  if (me->products < simd.complete) simd.complete = me->products;
   // lanes that wait at a simdgroup operation go on without this one
   if (simd.arrived && simd.arrived == simd.alive)
     simd.ready |= simd.arrived & (0u - simd.arrived);
@@ -548,6 +550,7 @@ SIMULATOR_FUNCTION void run_threadgroup(Threadgroup& group) {
     simd.members = lanes >= SIMD_WIDTH ? ~0u : (1u << lanes) - 1u;
     simd.alive = simd.ready = simd.members;
     simd.arrived = simd.waiting = simd.computed = 0;
+    simd.complete = lanes >= SIMD_WIDTH ? ~0u : 0u;
     simd.barriers = simd.device_barriers = 0;
     for (Product& product : simd.products)
       product.lanes = product.number = product.used_by = 0;
