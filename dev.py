@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-SOURCES = ["src", "tests", "examples", "dev.py"]
+SOURCES = ["src", "tests", "examples", "benchmarks", "dev.py"]
 
 
 def set_up(extra: str) -> None:

@@ -9,11 +9,11 @@ from functools import partial
 
 os.environ["MLX_ENABLE_TF32"] = "0"
 
-import mlx.core as mx  # noqa: E402
-import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
+import mlx.core as mx
+import pytest
+from hypothesis import settings
 
-from mlx_flash import flash_attention, use_backend  # noqa: E402
+from mlx_flash import flash_attention, use_backend
 
 settings.register_profile(
     "ci", derandomize=True, deadline=None, max_examples=25, database=None

@@ -1,4 +1,4 @@
-"""The CUDA kernels compile with all bodies, fit and do not spill; needs nvcc, no GPU."""
+"""The CUDA kernels compile with all bodies, fit and do not spill: nvcc, no GPU."""
 
 import re
 import shutil
@@ -55,7 +55,12 @@ def kernel_text(call: KernelCall, name: str) -> str:
 @pytest.mark.parametrize("D", [48, 64, 128], ids="D{}".format)
 @pytest.mark.parametrize(
     ("dtype", "precise"),
-    [(mx.float32, False), (mx.float32, True), (mx.float16, False), (mx.bfloat16, False)],
+    [
+        (mx.float32, False),
+        (mx.float32, True),
+        (mx.float16, False),
+        (mx.bfloat16, False),
+    ],
     ids=["tf32", "float32", "float16", "bfloat16"],
 )
 def test_kernels_compile_for_cuda(tmp_path, dtype, precise, D, architecture):
@@ -91,7 +96,9 @@ def test_kernels_compile_for_cuda(tmp_path, dtype, precise, D, architecture):
             assert spills <= 32, call.name
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"]
+)
 @pytest.mark.parametrize("D", [16, 32, 48, 64, 80, 96, 128], ids="D{}".format)
 def test_threadgroup_memory_fits_a_hopper_multiprocessor(D, dtype):
     for call in calls(D, dtype, True, gpu="cuda"):

@@ -127,7 +127,9 @@ def test_compile_on_the_simulator_raises_with_advice(kernels_name, kernels):
 
 def test_stream_of_the_call_does_not_change_the_result(attention):
     if mx.default_device() != mx.Device(mx.cpu):
-        pytest.skip("kernels of a GPU run there only, and two devices round differently")
+        pytest.skip(
+            "kernels of a GPU run there only, and two devices round differently"
+        )
     q, k, v, *_ = PROBLEM.arrays()
 
     def loss(q, k, v, stream):

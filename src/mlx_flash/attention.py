@@ -158,7 +158,7 @@ def check_dtypes(q: mx.array, k: mx.array, v: mx.array) -> None:
 
 
 def mlx_uses_tf32() -> bool:
-    """Whether MLX multiplies float32 in TF32 on CUDA: its own switch, read as it does."""
+    """Whether MLX multiplies float32 in TF32 on CUDA: MLX's own switch."""
     return os.environ.get("MLX_ENABLE_TF32", "1") != "0"
 
 
@@ -178,9 +178,12 @@ def attention_function(
         forward = reference.attention_forward
         backward = reference.attention_backward
     else:
-        options = {"backend": backend_name, "precise": precise}
-        forward = partial(kernels.attention_forward, **options)
-        backward = partial(kernels.attention_backward, **options)
+        forward = partial(
+            kernels.attention_forward, backend=backend_name, precise=precise
+        )
+        backward = partial(
+            kernels.attention_backward, backend=backend_name, precise=precise
+        )
 
     @mx.custom_function
     def attention(q: mx.array, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:

@@ -31,9 +31,9 @@ class use_backend:
     """Choose the back end: a plain call, or a context manager that undoes it.
 
     Args:
-        name: ``"metal"`` (the GPU of a Mac), ``"cuda"`` (an NVIDIA GPU), ``"simulator"`` (the Metal kernels
-            executed on the CPU, slow, eager only) or ``"reference"`` (plain MLX
-            operations with linear memory on any device).
+        name: ``"metal"`` (the GPU of a Mac), ``"cuda"`` (an NVIDIA GPU),
+            ``"simulator"`` (the Metal kernels executed on the CPU, slow, eager only) or
+            ``"reference"`` (plain MLX operations with linear memory on any device).
 
     Raises:
         ValueError: The name is unknown, or this machine lacks what it needs.

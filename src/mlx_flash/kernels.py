@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import mlx.core as mx
 
@@ -136,7 +136,7 @@ def delta_call(
             "out": out,
             "dout": dout,
             "dlse": at_least_8(dlse),
-            "sizes": mx.array([H, H, Tq, Tq], mx.int32),
+            "sizes": constant((H, H, Tq, Tq), mx.int32),
         },
         template=(("T", out.dtype), ("D", D), ("BQ", tile.rows)),
         outputs=(("delta", (B, H, Tq), mx.float32),),
@@ -269,11 +269,14 @@ GRADIENT_ARGUMENTS = (
 
 def constants(q: mx.array, k: mx.array, scale: float) -> dict[str, mx.array]:
     """Numbers that change from call to call without a new compilation."""
-    sizes = [q.shape[1], k.shape[1], q.shape[2], k.shape[2]]
-    return {
-        "scale": mx.array([scale], mx.float32),
-        "sizes": mx.array(sizes, mx.int32),
-    }
+    sizes = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    return {"scale": constant((scale,), mx.float32), "sizes": constant(sizes, mx.int32)}
+
+
+@lru_cache(maxsize=256)
+def constant(values: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
+    """A small array; kept, since making one costs more than a launch on CUDA."""
+    return mx.array(values, dtype)
 
 
 def gradient_inputs(

@@ -120,7 +120,9 @@ def scratch_places(call: KernelCall) -> tuple[list[int], int]:
     places, end = [], 0
     for kind, _, rows in call.scratch:
         places.append(end)
-        row = template["D"] * template["T"].size if kind == "T" else 4
+        row = 4
+        if kind == "T":
+            row = cast(int, template["D"]) * cast(mx.Dtype, template["T"]).size
         end += -(-rows * row // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
     return places, end
 
