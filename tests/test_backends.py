@@ -15,12 +15,12 @@ def restored():
         yield
 
 
-def test_default_is_metal_where_available_and_else_reference(monkeypatch):
+@pytest.mark.parametrize("gpu", ["metal", "cuda", None])
+def test_default_is_the_gpu_of_the_machine_and_else_reference(monkeypatch, gpu):
     monkeypatch.setattr(mlx_flash.backends, "_selected", None)
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    assert backend() == "metal"
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    assert backend() == "reference"
+    monkeypatch.setattr(mx.metal, "is_available", lambda: gpu == "metal")
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: gpu == "cuda")
+    assert backend() == (gpu or "reference")
 
 
 def test_plain_call_stays_and_context_is_undone():

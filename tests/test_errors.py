@@ -98,9 +98,16 @@ def test_value_head_dim_without_a_kernel_raises(kernels):
 
 
 def test_unknown_back_end_raises_and_names_the_known_ones():
-    words = r"\[use_backend\].*'cpu'.*'metal', 'simulator', 'reference'"
+    words = r"\[use_backend\].*'cpu'.*'metal', 'cuda', 'simulator', 'reference'"
     with pytest.raises(ValueError, match=words):
         use_backend("cpu")
+
+
+def test_cuda_without_a_gpu_raises_and_names_the_alternatives(monkeypatch):
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
+    words = r"\[use_backend\] 'cuda' needs an NVIDIA GPU.*'reference'"
+    with pytest.raises(ValueError, match=words):
+        use_backend("cuda")
 
 
 def test_metal_without_a_gpu_raises_and_names_the_alternatives(monkeypatch):

@@ -39,8 +39,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_carries_the_kernels_and_the_simulator(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        for header in (ROOT / "metal").glob("*.h"):
-            packed = archive.read(f"mlx_flash/metal/{header.name}")
+        for header in (*ROOT.glob("metal/*.h"), *ROOT.glob("cuda/*.h")):
+            packed = archive.read(f"mlx_flash/{header.parent.name}/{header.name}")
             assert packed == header.read_bytes()
     simulator = ROOT / "src" / "mlx_flash" / "simulator" / "include"
     assert "mlx_flash/py.typed" in names
@@ -49,7 +49,8 @@ def test_wheel_carries_the_kernels_and_the_simulator(wheel):
 
 
 def test_checkout_has_no_second_copy_of_the_kernels():
-    assert not (ROOT / "src" / "mlx_flash" / "metal").exists()
+    for name in ("metal", "cuda"):
+        assert not (ROOT / "src" / "mlx_flash" / name).exists()
 
 
 def test_kernel_runs_from_the_wheel_in_a_clean_environment(wheel, tmp_path):
