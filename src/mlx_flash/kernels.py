@@ -24,7 +24,7 @@ def attention_forward(
     scale: float,
     causal: bool,
     backend: str,
-    precise: bool,
+    precise: bool = False,
 ) -> tuple[mx.array, mx.array]:
     """Output and log-sum-exp; the contract of ``reference.attention_forward``."""
     check_head_dims(q, v, backend)
@@ -47,7 +47,7 @@ def attention_backward(
     scale: float,
     causal: bool,
     backend: str,
-    precise: bool,
+    precise: bool = False,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Gradients of q, k, v; the contract of ``reference.attention_backward``."""
     gpu = gpu_of(backend)
@@ -82,14 +82,13 @@ def forward_call(
     """``attention_forward``: out ``[B, Tq, H, D]`` and lse ``[B, H, Tq]``."""
     B, H, Tq, D = q.shape
     tile = tiles.tile("attention_forward", D, q.itemsize, gpu)
-    staged = tiles.SLOTS[gpu] * tile.block
     return KernelCall(
         name="attention_forward",
         headers=(*HEADERS, "attention_forward"),
         scratch=(
-            ("T", "q_tg", tile.rows if tile.rows_in_tg else 0),
-            ("T", "k_tg", staged),
-            ("T", "v_tg", staged),
+            ("T", "q_tg", ("Q_IN_TG", "BQ")),
+            ("T", "k_tg", ("SLOTS", "BK")),
+            ("T", "v_tg", ("SLOTS", "BK")),
         ),
         arguments=(
             *map(operand, "qkv"),
@@ -159,15 +158,14 @@ def dq_call(
     """``attention_dq``: dq ``[B, Tq, H, D]``."""
     B, H, Tq, D = q.shape
     tile = tiles.tile("attention_dq", D, q.itemsize, gpu)
-    staged = tiles.SLOTS[gpu] * tile.block
     return KernelCall(
         name="attention_dq",
         headers=(*HEADERS, "attention_dq"),
         scratch=(
-            ("T", "q_tg", tile.rows if tile.rows_in_tg else 0),
-            ("T", "dout_tg", tile.rows if tile.second_in_tg else 0),
-            ("T", "k_tg", staged),
-            ("T", "v_tg", staged),
+            ("T", "q_tg", ("Q_IN_TG", "BQ")),
+            ("T", "dout_tg", ("DOUT_IN_TG", "BQ")),
+            ("T", "k_tg", ("SLOTS", "BK")),
+            ("T", "v_tg", ("SLOTS", "BK")),
         ),
         arguments=(*GRADIENT_ARGUMENTS, "dq", "scale[0]", SIZES),
         inputs=gradient_inputs(q, k, v, dout, lse, delta, scale),
@@ -206,18 +204,17 @@ def dkv_call(
     B, HKV, Tk, D = k.shape
     row = {(True, True): "dkv", (True, False): "dk", (False, True): "dv"}
     tile = tiles.tile(f"attention_{row[with_dk, with_dv]}", D, q.itemsize, gpu)
-    staged = tiles.SLOTS[gpu] * tile.block
     outputs = {"dk": with_dk, "dv": with_dv}
     return KernelCall(
         name="attention_dkv",
         headers=(*HEADERS, "attention_dkv"),
         scratch=(
-            ("T", "k_tg", tile.rows if tile.rows_in_tg else 0),
-            ("T", "v_tg", tile.rows if tile.second_in_tg else 0),
-            ("T", "q_tg", staged),
-            ("T", "dout_tg", staged),
-            ("float", "lse_tg", staged),
-            ("float", "delta_tg", staged),
+            ("T", "k_tg", ("K_IN_TG", "BK")),
+            ("T", "v_tg", ("V_IN_TG", "BK")),
+            ("T", "q_tg", ("SLOTS", "BQ")),
+            ("T", "dout_tg", ("SLOTS", "BQ")),
+            ("float", "lse_tg", ("SLOTS", "BQ")),
+            ("float", "delta_tg", ("SLOTS", "BQ")),
         ),
         arguments=(
             *GRADIENT_ARGUMENTS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict, cast
 
 import mlx.core as mx
 
+from mlx_flash import tiles
 from mlx_flash.kernel_files import read_header
 
 if TYPE_CHECKING:
@@ -24,8 +26,9 @@ class KernelCall:
     Attributes:
         name: Of the kernel; also the stem of its header and its template function.
         headers: Stems of the headers it needs, in order.
-        scratch: Threadgroup arrays ``(element type, name, rows)``; a row has D elements
-            of type T, or one float.
+        scratch: Threadgroup arrays ``(element type, name, rows)``; the number of rows
+            is the product of named constants; a row has D elements of type T, or one
+            float.
         arguments: What the template function is called with, as source text.
         inputs: Arrays by the name that ``arguments`` calls them.
         template: Template arguments of the function, in order.
@@ -37,7 +40,7 @@ class KernelCall:
 
     name: str
     headers: tuple[str, ...]
-    scratch: tuple[tuple[str, str, int], ...]
+    scratch: tuple[tuple[str, str, tuple[str, ...]], ...]
     arguments: tuple[str, ...]
     inputs: dict[str, mx.array]
     template: tuple[tuple[str, TemplateValue], ...]
@@ -78,11 +81,12 @@ WORKER = (
 
 def metal_source(call: KernelCall) -> str:
     """The body: threadgroup arrays, which Metal wants at kernel scope, and one call."""
-    row = {"T": " * RowStride<T, D>::value", "float": ""}
-    arrays = [
-        f"threadgroup {kind} {name}[{f'{n}{row[kind]}' if n else 1}];"
-        for kind, name, n in call.scratch
-    ]
+    row = {"T": ("RowStride<T, D>::value",), "float": ()}
+    arrays = []
+    for kind, name, rows in call.scratch:
+        empty = scratch_rows(call, rows, "metal") == 0
+        length = "RowStride<T, D>::CHUNK" if empty else " * ".join((*rows, *row[kind]))
+        arrays.append(f"threadgroup {kind} {name}[{length}];")
     return "\n".join([*arrays, WORKER, function_call(call)])
 
 
@@ -114,16 +118,23 @@ def function_call(call: KernelCall) -> str:
 SCRATCH_ALIGNMENT = 1024  # wgmma reads tiles whose swizzle repeats after 1024 bytes
 
 
+def scratch_rows(call: KernelCall, rows: tuple[str, ...], gpu: str) -> int:
+    """The number of rows of a threadgroup array."""
+    constants = {"SLOTS": tiles.SLOTS[gpu]} | dict(call.template)
+    return math.prod(cast(int, constants[name]) for name in rows)
+
+
 def scratch_places(call: KernelCall) -> tuple[list[int], int]:
     """Where each threadgroup array starts in CUDA's one array, and its bytes."""
     template = dict(call.template)
     places, end = [], 0
     for kind, _, rows in call.scratch:
         places.append(end)
-        row = 4
+        size = 4 * scratch_rows(call, rows, "cuda")
         if kind == "T":
-            row = cast(int, template["D"]) * cast(mx.Dtype, template["T"]).size
-        end += -(-rows * row // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+            element = cast(mx.Dtype, template["T"])
+            size = size // 4 * cast(int, template["D"]) * element.size
+        end += -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
     return places, end
 
 

@@ -128,7 +128,7 @@ def off_by_one() -> list[Mutant]:
 def all_mutants() -> list[Mutant]:
     """Every mutant."""
     return [
-        *everywhere(r"threadgroup_sync\(\);", "", "deleted barrier"),
+        *everywhere(r"(threadgroup|staged)_sync\(\);", "", "deleted barrier"),
         *everywhere(
             r"metal::threadgroup_barrier\(metal::mem_flags::mem_threadgroup\);",
             "",
@@ -184,7 +184,7 @@ def all_mutants() -> list[Mutant]:
         *at("tile", "simd_shuffle_xor(x, ushort(8))", "simd_shuffle_xor(x, ushort(4))",
             "wrong lane"),
         *at("tile", "lane >> 1 & 3", "lane & 3", "wrong lane map"),
-        *at("attention_dkv", "at.head * group; h", "at.head * group + 1; h",
+        *at("attention_dkv", "block < group * blocks", "block < (group - 1) * blocks",
             "query head left out"),
     ]  # fmt: skip
 
