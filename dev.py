@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-SOURCES = ["src", "tests", "examples", "dev.py"]
+SOURCES = ["src", "tests", "examples", "benchmarks", "dev.py"]
 
 
 def set_up(extra: str) -> None:
@@ -49,9 +49,9 @@ def train(arguments: list[str]) -> None:
 
 
 def test(arguments: list[str]) -> None:
-    """Run the tests, by default in two processes."""
+    """Run the tests in two processes."""
     set_up("test")
-    run(PYTHON, "-m", "pytest", *(arguments or ["-n", "2"]))
+    run(PYTHON, "-m", "pytest", "-n", "2", *arguments)
 
 
 def check(arguments: list[str]) -> None:

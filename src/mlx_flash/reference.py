@@ -102,6 +102,9 @@ def attention_backward(
         dv_rows = (p.swapaxes(-1, -2) @ dout_rows).sum(axis=2)  # (7)
         dk = dk.at[:, :, :n_keys].add(dk_rows)
         dv = dv.at[:, :, :n_keys].add(dv_rows)
+        # Finish a chunk before the next one starts: evaluated in another order, every
+        # chunk's p and ds would wait for dk and dv, and memory would be quadratic.
+        q, dout = mx.depends([q, dout], [dqs[-1], dk, dv])
     return mx.concatenate(dqs, axis=2), dk.astype(k.dtype), dv.astype(v.dtype)
 
 

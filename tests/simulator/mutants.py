@@ -189,8 +189,8 @@ def all_mutants() -> list[Mutant]:
     ]  # fmt: skip
 
 
-# (Tq, Tk, causal). The diagonals Tk - Tq meet the blocks in different ways; the third has
-# a row that sees no key, the last a ragged block that no diagonal hides.
+# (Tq, Tk, causal). The diagonals Tk - Tq meet the blocks in different ways; the third
+# has a row that sees no key, the last a ragged block that no diagonal hides.
 PROBLEMS = (
     (45, 46, True),
     (40, 46, True),

@@ -4,12 +4,12 @@
 the text as tokens, for words that Metal lacks, and as C++ for OpenCL with libclang, for
 OpenCL's address spaces follow Metal's rules; Metal's standard library is there as
 declarations, in the folder ``strict_include``. Where bfloat occurs, libclang reads the
-text once more with a bfloat that nothing converts to.
+text once more with a bfloat that neither float nor half converts to.
 
-It proves a mistake, never that Apple's compiler accepts the text. It does not see wrong
-attributes of parameters, a method called on an object of another address space than the
-method's, or recursion that overloads or ``if constexpr`` leave open. It does not know
-textures and matrices other than ``simdgroup_matrix``: they are reported as unknown.
+It proves a mistake, never that Apple's compiler accepts the text. It does not see a
+wrong attribute of a parameter, a constructor or operator used in another address space
+than its own, or recursion that overloads or ``if constexpr`` leave open. Textures and
+matrices other than ``simdgroup_matrix`` are not declared and count as unknown names.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ TOKEN = re.compile(
     |(?P<mark>::|->|&&|\|\||[^\s\w])""",
     re.MULTILINE | re.DOTALL | re.VERBOSE,
 )
+LINE = re.compile(r'\s*#\s*line\s+(\d+)(?:\s+"(.*)")?')
+INCLUDED = re.compile(r'\s*#\s*include\s*(?P<name><.*?>|".*?"|.*)')
 NO_TOKEN = Token("none", "", 0)
 BRACKETS = {"(": ")", "[": "]", "{": "}", "<": ">"}
 
@@ -134,7 +136,7 @@ class Source:
         self.classes = set(re.findall(r"\b(?:struct|class)\s+(\w+)", self.text))
         self.files = [(0, 1, name)]
         for token in self.tokens:
-            if directive := re.match(r'\s*#\s*line\s+(\d+)(?:\s+"(.*)")?', token.text):
+            if directive := LINE.match(token.text):
                 file = directive[2] or self.files[-1][2]
                 self.files.append((self.line(token.start), int(directive[1]), file))
 
@@ -151,6 +153,11 @@ class Source:
     def at(self, index: int) -> Token:
         """The token at ``index``, or an empty one outside the text."""
         return self.tokens[index] if 0 <= index < len(self.tokens) else NO_TOKEN
+
+    def begins_statement(self, index: int) -> bool:
+        """Whether a statement or declaration can begin at the token at ``index``."""
+        before = self.at(index - 1)
+        return before.kind in ("none", "directive") or before.text in (";", "{", "}")
 
     def closing(self, index: int) -> int:
         """Index of the token that closes the bracket at ``index``."""
@@ -183,7 +190,6 @@ DOUBLE_LITERAL = re.compile(
     r"((\d+\.\d*|\.\d+)([eE][+-]?\d+)?|\d+[eE][+-]?\d+"
     r"|0[xX][\da-fA-F.]+[pP][+-]?\d+)[lL]?"
 )
-INCLUDED = re.compile(r"\s*#\s*include\s*(?P<name><metal_\w+>|.*)")
 
 
 def token_problems(source: Source) -> Iterator[Problem]:
@@ -209,7 +215,7 @@ def problems_of_token(source: Source, index: int) -> Iterator[tuple[str, str]]:
     elif token.kind == "number" and DOUBLE_LITERAL.fullmatch(token.text):
         literal = token.text.rstrip("lL")
         yield "double-literal", f"{token.text} is a double; write {literal}f"
-    elif token.text in WORDS and before.text not in ("=", "operator"):
+    elif token.text in WORDS and (before.text, token.text) != ("=", "delete"):
         yield WORDS[token.text]
     elif token.text == "std" and after.text == "::":
         name = source.at(index + 2).text
@@ -276,7 +282,7 @@ def translate(source: Source) -> str:
             edits.append(Edit(token.end, attributes_end(source, index + 1), ""))
         elif token.text == "function_constant" and before == "[":
             edits += function_constant_edits(source, index)
-        elif token.text == "thread" and qualifies_constructor(source, index):
+        elif token.text == "thread" and qualifies_special_method(source, index):
             edits.append(Edit(token.start, token.end, ""))
         elif token.text in vectors:
             edits += constructor_edits(source, index)
@@ -288,10 +294,10 @@ def translate(source: Source) -> str:
 
 
 def is_kept(directive: str) -> bool:
-    """Whether Clang is to see a directive: a pragma, or an include that it can open."""
+    """Whether Clang is to see a directive: no ``#line``, no header that is not here."""
     include = INCLUDED.match(directive)
     if include is None:
-        return "pragma" in directive
+        return LINE.match(directive) is None
     return (INCLUDE / include["name"].strip("<>")).is_file()
 
 
@@ -304,26 +310,27 @@ def attributes_end(source: Source, index: int) -> int:
 
 def function_constant_edits(source: Source, index: int) -> Iterator[Edit]:
     """``constant bool b [[function_constant(0)]]`` gets its value elsewhere."""
-    while source.at(index - 1).text not in (";", "{", "}", "(", ","):
+    while not source.begins_statement(index) and source.at(index).text not in "(,":
         index -= 1
     first = source.at(index)
     if first.text == "constant":
         yield Edit(first.start, first.start, "extern ")
 
 
-def qualifies_constructor(source: Source, index: int) -> bool:
-    """Whether ``thread`` at ``index`` follows the parameters of a constructor.
+def qualifies_special_method(source: Source, index: int) -> bool:
+    """Whether ``thread`` follows the parameters of a constructor or an operator.
 
-    There it has to go, since OpenCL would not construct a temporary with it.
+    There it has to go: with it, Clang takes no temporary object.
     """
-    index -= 1
-    if source.at(index).text != ")" or source.at(index + 2).text not in ("{", ":", ";"):
+    index -= 1 if source.at(index - 1).text == ")" else 2
+    if source.at(index).text != ")":
         return False
     depth = 1
     while depth and index:
         index -= 1
         depth += {")": 1, "(": -1}.get(source.at(index).text, 0)
-    return source.at(index - 1).text in source.classes
+    name = [source.at(index - step).text for step in (1, 2, 3)]
+    return name[0] in source.classes or "operator" in name
 
 
 def vector_aliases(text: str) -> set[str]:
@@ -377,7 +384,7 @@ def threadgroup_variables(source: Source, index: int) -> tuple[list[str], Token]
     parameter, a pointer, a function.
     """
     names: list[str] = []
-    if source.at(index - 1).text not in ("", ";", "{", "}", ")"):
+    if not source.begins_statement(index) and source.at(index - 1).text != ")":
         return names, NO_TOKEN
     index += 1
     while source.at(index).text != ";":
@@ -508,6 +515,9 @@ def parse_kernel(text: str, *options: str) -> TranslationUnit:
 def preamble(*options: str) -> str:
     """Path of MLX's preamble in precompiled form, which lives as long as the process.
 
+    MLX's ``bf16_math.h`` uses names that only Apple's compiler knows, so ``metal_math``
+    and ``metal_simdgroup`` declare the functions of bfloat in its place.
+
     Raises:
         RuntimeError: The headers of the installed MLX do not pass the check themselves.
     """
@@ -558,32 +568,43 @@ CLANG_WORDS = {
     "metal_strict::construct": "a vector's constructor",
     "metal_strict::native_vec": "vec",
 }
-SPACE = re.compile(r"\b(device|threadgroup|constant|thread)\b|\(no address space\)")
-TYPE_PAIR = re.compile(r"'([^']*[*&[][^']*)' (?:with|from|to)[^']*'([^']*[*&[][^']*)'")
+SPACE = re.compile(r"(?:\b(?:device|threadgroup|constant|thread)\b|\(no address space)")
+TYPE_PAIR = re.compile(
+    r"'([^']*[*&[][^']*)' (?:with|from|to)[^']*'([^']*[*&[][^']*)'"
+    r"|object parameter of type '([^']*)' with an expression of type '([^']*)'"
+    r"|would make '([^']*)' equal '([^']*)'"
+)
 USEFUL_NOTE = re.compile(
-    r"no known conversion|cannot (pass|bind)|conflicting|could not match|not satisfied"
+    r"no known conversion|cannot (pass|bind|deduce a type)|conflicting|could not match"
+    r"|not satisfied"
 )
 
 # What Metal accepts and Clang's OpenCL mode does not, or what is known already.
 IGNORED = re.compile(
     # a cast between half and bfloat
-    r"cast from '[^']*(half|bfloat)[^']*' to '[^']*(half|bfloat)[^']*' is not allowed"
+    r"cast from '[^'*]*(half|float16_t|bfloat)[^'*]*' to '[^'*]*' is not allowed"
     # a vector's constructor under a name that `vector_aliases` does not know
     r"|excess elements in scalar initializer"
     # a struct copied out of constant memory
     r"|in address space 'constant' to object in address space '\(no address space\)'"
     # a method or conversion of a temporary object
-    r"|cannot initialize object parameter of type '[^']*thread (\S+)' .* of type '\1'"
+    r"|cannot initialize object parameter of type '[^']*thread (?P<object>.*)' with an "
+    r"expression of type '(?P=object)'"
+    # a reference to a temporary object, which has no address space
+    r"|cannot bind to a temporary object because of address space mismatch"
+    r"|in default address space to object in address space 'thread'"
+    rf"|'(const )?thread [^']*' (to value of type|equal) '(?![^']*{SPACE.pattern})"
     # pointer += object that converts to an integer
     r"|invalid operands to binary expression \('[^']*\*' and 'thread [\w:]+<"
     # bfloat in braces, which the second reading finds
     r"|cannot be narrowed from type '[^']*' to '[^']*bfloat"
     # words that Metal lacks as well, which the tokens told
     r"|in C\+\+ for OpenCL|exceptions disabled|requires cl_khr_fp64|identifier 'std'"
+    r"|'thread_local' storage class"
 )
 
-NUMBER = r"'[^'*]*'"
-BFLOAT = r"'[^'*]*\bbfloat(?:16_t)?'"
+BFLOAT = r"'[^'*]*\bbfloat'"
+FLOAT = r"'[^'*]*\b(?:float|half)\d?'"
 READINGS = (
     (
         r"cast from .*(address space|is not allowed)",
@@ -606,9 +627,10 @@ READINGS = (
         "not among the names of Metal known here; check spelling and #include",
     ),
     (
-        rf"(initialize|assigning to|conversion from {NUMBER} to) [^'*]*{BFLOAT}",
+        rf"(initialize|assigning to) [^'*]*{BFLOAT}.* type {FLOAT}"
+        rf"|conversion from {FLOAT} to {BFLOAT}",
         "implicit-bfloat",
-        "no number becomes a bfloat by itself; write T(x)",
+        "neither float nor half becomes a bfloat by itself; write T(x)",
     ),
     (
         rf"(initialize|assigning to) [^'*]*'[^'*]*\bhalf'.* type {BFLOAT}",
@@ -642,8 +664,9 @@ def errors(unit: TranslationUnit) -> Iterator[tuple[int, str]]:
 
 def in_metal(message: str) -> str:
     """One of Clang's messages in Metal's words."""
-    hidden = r" \(aka '[^']*'\)|identifier_|(?<=[*&])__private\b"
-    message = re.sub(hidden, "", message)
+    message = re.sub(r"'[^']*' \(aka ('[^']*')\)", r"\1", message)
+    message = re.sub(r"identifier_|(?<=[*&])__private\b", "", message)
+    message = re.sub(r" __attribute__\(\(ext_vector_type\((\d)\)\)\)", r"\1", message)
     for word, metal in CLANG_WORDS.items():
         message = message.replace(word, metal)
     return message
@@ -671,9 +694,9 @@ def reading(error: str) -> tuple[str, str]:
 
 
 def crosses_spaces(message: str) -> bool:
-    """Whether a message is about two pointers or references to different spaces."""
+    """Whether a message is about pointers, or objects, of two address spaces."""
     if pair := TYPE_PAIR.search(message):
-        spaces = [SPACE.search(side) for side in pair.groups()]
+        spaces = [SPACE.search(side) for side in pair.groups() if side is not None]
         return len({space and space[0] for space in spaces}) > 1
     return "address space '" in message or "changes address space" in message
 
@@ -768,17 +791,23 @@ def problems_of_cursor(
 
 
 def lacks_space(declared: Type) -> bool:
-    """Whether a type is a pointer or reference to no address space, at any depth."""
-    while declared.kind.name != "INVALID":
-        declared = declared.get_canonical()
-        if declared.kind.name not in POINTERS:
-            return False
-        declared = declared.get_pointee()
-        if declared.kind.name in ("AUTO", "FUNCTIONPROTO", "INVALID"):
-            return False
-        if declared.get_address_space() in (Space.UNNAMED, Space.UNNAMED_IN_TEMPLATE):
-            return True
-    return False
+    """Whether a type is a pointer or reference to no address space, at any depth.
+
+    A reference to a pointer, ``device T*&``, may do without its own.
+    """
+    if declared.kind.name == "INVALID":
+        return False
+    declared = declared.get_canonical()
+    if declared.kind.name not in POINTERS:
+        return False
+    pointee = declared.get_pointee()
+    if pointee.kind.name in ("AUTO", "INVALID"):
+        return False
+    if pointee.kind.name == "POINTER" and declared.kind.name != "POINTER":
+        return lacks_space(pointee)
+    if pointee.get_address_space() in (Space.UNNAMED, Space.UNNAMED_IN_TEMPLATE):
+        return True
+    return lacks_space(pointee)
 
 
 def problems_of_variable(
