@@ -112,16 +112,31 @@ def test_explicit_gradients_equal_automatic_differentiation_of_forward(causal):
         assert_equal_up_to_rounding(actual[name], value)
 
 
-def peak_memory(T):
+def peak_memory(function, T, **options):
+    """Bytes that a call needs on top of its inputs."""
     arrays = Problem(H=4, HKV=2, Tq=T, Tk=T, D=16).arrays()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval(run(*arrays, scale=0.25, causal=True))
+    mx.eval(function(*arrays, **options))
     return mx.get_peak_memory() - before
 
 
-def test_peak_memory_of_forward_and_backward_is_linear_in_length():
-    assert peak_memory(2048) < 2.6 * peak_memory(1024)
+@EVERY_MASK
+@pytest.mark.parametrize("T", [1024, 2048], ids="T{}".format)
+def test_peak_memory_of_forward_is_linear_in_length(T, causal):
+    def forward(q, k, v, *_, **options):
+        return reference.attention_forward(q, k, v, **options)
+
+    options = {"scale": 0.25, "causal": causal}
+    once, twice = (peak_memory(forward, n, **options) for n in (T, 2 * T))
+    assert twice < 2.6 * once
+
+
+@EVERY_MASK
+def test_peak_memory_of_forward_and_backward_is_linear_in_length(causal):
+    options = {"scale": 0.25, "causal": causal}
+    once, twice = (peak_memory(run, T, **options) for T in (1024, 2048))
+    assert twice < 2.6 * once
 
 
 def test_compiled_reference_matches_float64():

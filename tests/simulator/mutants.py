@@ -170,7 +170,7 @@ def all_mutants() -> list[Mutant]:
         *at("tile", "= T(x.get(r, j))", "= x.get(r, j)",
             "implicit conversion to bfloat", dtype=mx.bfloat16),
         *everywhere(r"const threadgroup T\* b_tg", "const device T* b_tg",
-                    "threadgroup pointer as device"),
+                    "threadgroup pointer as device", dtype=mx.float16, D=128),
         *at("tile", "inline void stage(threadgroup T* to_tg",
             "inline void stage(device T* to_tg", "threadgroup pointer as device"),
         *at("softmax", "LN_2 * (", "0.6931 * (", "double literal"),
