@@ -169,6 +169,13 @@ float power(float x) {
 template <>
 float power<0>(float x) { return 1.0f; }
 
+== recursion of templates that its arguments end
+template <int N>
+float power(float x) {
+  return N == 0 ? 1.0f : x * power<(N > 0 ? N - 1 : 0)>(x);
+}
+float cube(float x) { return power<3>(x); }
+
 == recursion of templates that if constexpr ends
 template <int N>
 struct Int {};
@@ -181,6 +188,16 @@ float power(float x, Int<N>) {
 == call of an overload
 float sum(float x) { return x; }
 float sum(float2 v) { return sum(v.x) + sum(v.y); }
+
+== call of an overload in a template
+template <typename T>
+T sum(T x) {
+  return x;
+}
+template <typename T>
+T sum(vec<T, 2> v) {
+  return sum(v.x) + sum(v.y);
+}
 
 == constants
 constant float TABLE[2] = {0.5f, 0x1p-3f};
@@ -227,6 +244,7 @@ void swap(device T* p) {
 == reference to a temporary object
 float scaled(const thread float& x) { return x; }
 float half_of(float x) { return scaled(x * 0.5f); }
+float of_integers(int x, const device int* p) { return scaled(x) + scaled(p[0]); }
 template <typename T>
 T copied(const thread T& x) {
   const thread T& first = T(0);

@@ -592,6 +592,7 @@ IGNORED = re.compile(
     r"expression of type '(?P=object)'"
     # a reference to a temporary object, which has no address space
     r"|cannot bind to a temporary object because of address space mismatch"
+    r"|reference to type 'const thread [^']*' cannot bind to a value of unrelated type"
     r"|in default address space to object in address space 'thread'"
     rf"|'(const )?thread [^']*' (to value of type|equal) '(?![^']*{SPACE.pattern})"
     # pointer += object that converts to an integer
@@ -888,7 +889,8 @@ class Calls:
                 ids = self.overloads.get((target.spelling, arguments), ids)
         if target is None or len(ids) != 1:
             return None
-        callee, line = ids.copy().pop(), cursor.location.line
+        (callee,) = ids
+        line = cursor.location.line
         return Call(function.get_usr(), callee, target.spelling, line)
 
     def text_of(self, function: Cursor) -> str:
