@@ -141,7 +141,8 @@ struct Buffer {
   unsigned char* address;
   size_t bytes;
   const char* name;
-  int kind;  // a BufferKind
+  int kind;         // a BufferKind
+  int initialised;  // it starts with values, not with poison
 };
 
 struct Launch {
@@ -155,7 +156,6 @@ struct Launch {
   unsigned host_threads;
   uint64_t* counters;  // of a checked build
   unsigned checks;     // of a checked build, a set of Check
-  int initialised;     // the outputs start with a value
   char* message;       // why the launch failed; empty if it did not
   size_t message_size;
   unsigned next_group;
@@ -329,12 +329,13 @@ SIMULATOR_FUNCTION Event mma_event(bfloat) { return MMA_BFLOAT; }
 #ifdef SIMULATOR_CHECKED
 void observe_access(Lane* me, const void* address, size_t bytes, bool writes,
                     const Site& site);
-void observe_atomic(Lane* me, const void* address, size_t bytes, const Site& site);
+void observe_atomic(Lane* me, const void* address, size_t bytes, bool writes,
+                    const Site& site);
 void observe_event(Lane* me, Event event);
 void observe_segment(Simdgroup& simd, Threadgroup& group);
 #else
 SIMULATOR_FUNCTION void observe_access(Lane*, const void*, size_t, bool, const Site&) {}
-SIMULATOR_FUNCTION void observe_atomic(Lane*, const void*, size_t, const Site&) {}
+SIMULATOR_FUNCTION void observe_atomic(Lane*, const void*, size_t, bool, const Site&) {}
 SIMULATOR_FUNCTION void observe_event(Lane*, Event) {}
 SIMULATOR_FUNCTION void observe_segment(Simdgroup&, Threadgroup&) {}
 #endif
@@ -663,7 +664,28 @@ struct ReferenceArgument {
   }
 };
 
-// MSL 5.2.3: attributes of a kernel function's parameters, in the types MLX gives them.
+// A position in the number of dimensions and the integer type that the kernel declares.
+struct PositionArgument {
+  metal::uint3 position;
+  SIMULATOR_FUNCTION operator unsigned() const { return position.x; }
+  SIMULATOR_FUNCTION operator unsigned short() const { return position.x; }
+  SIMULATOR_FUNCTION operator metal::uint2() const {
+    return metal::uint2(position.x, position.y);
+  }
+  SIMULATOR_FUNCTION operator metal::ushort2() const {
+    return metal::ushort2(position.x, position.y);
+  }
+  SIMULATOR_FUNCTION operator metal::uint3() const { return position; }
+  SIMULATOR_FUNCTION operator metal::ushort3() const {
+    return metal::ushort3(position);
+  }
+};
+SIMULATOR_FUNCTION PositionArgument argument(const metal::uint3& position) {
+  return {position};
+}
+SIMULATOR_FUNCTION unsigned argument(unsigned index) { return index; }
+
+// MSL 5.2.3: attributes of a kernel function's parameters.
 SIMULATOR_FUNCTION metal::uint3 uint3_of(Position p) {
   return metal::uint3(p.x, p.y, p.z);
 }
