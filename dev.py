@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+HEADERS = ["metal/*.h", "src/mlx_flash/simulator/include/*"]
 SOURCES = ["src", "tests", "examples", "benchmarks", "dev.py"]
 
 
@@ -60,7 +61,7 @@ def check(arguments: list[str]) -> None:
     run(PYTHON, "-m", "ruff", "check", *SOURCES)
     run(PYTHON, "-m", "ruff", "format", "--check", *SOURCES)
     run(PYTHON, "-m", "mypy")
-    headers = sorted((ROOT / "metal").glob("*.h"))
+    headers = [path for name in HEADERS for path in sorted(ROOT.glob(name))]
     run(VENV / "bin" / "clang-format", "--dry-run", "--Werror", *headers)
 
 
