@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+HEADERS = ["metal/*.h", "cuda/*.h", "src/mlx_flash/simulator/include/*"]
 SOURCES = ["src", "tests", "examples", "benchmarks", "dev.py"]
 
 
@@ -49,9 +50,9 @@ def train(arguments: list[str]) -> None:
 
 
 def test(arguments: list[str]) -> None:
-    """Run the tests, by default in two processes."""
+    """Run the tests in two processes."""
     set_up("test")
-    run(PYTHON, "-m", "pytest", *(arguments or ["-n", "2"]))
+    run(PYTHON, "-m", "pytest", "-n", "2", *arguments)
 
 
 def check(arguments: list[str]) -> None:
@@ -60,7 +61,7 @@ def check(arguments: list[str]) -> None:
     run(PYTHON, "-m", "ruff", "check", *SOURCES)
     run(PYTHON, "-m", "ruff", "format", "--check", *SOURCES)
     run(PYTHON, "-m", "mypy")
-    headers = sorted(ROOT.glob("metal/*.h")) + sorted(ROOT.glob("cuda/*.h"))
+    headers = [path for name in HEADERS for path in sorted(ROOT.glob(name))]
     run(VENV / "bin" / "clang-format", "--dry-run", "--Werror", *headers)
 
 

@@ -20,7 +20,12 @@ settings.register_profile(
 )
 settings.register_profile("dev", deadline=None, max_examples=100)
 settings.register_profile("nightly", deadline=None, max_examples=1000, database=None)
+settings.register_profile("checked", settings.get_profile("ci"), max_examples=3)
 settings.load_profile("ci")  # --hypothesis-profile chooses another one
+
+# The head dims of a checked run: q and k in registers, fused dk and dv; q and k in
+# threadgroup memory, dk and dv apart.
+CHECKED_HEAD_DIMS = (16, 128)
 
 
 def default_executor():
@@ -37,9 +42,52 @@ def pytest_addoption(parser):
         help="where the kernels run; 'reference' runs the tests without kernels",
     )
 
+    parser.addoption(
+        "--checked",
+        action="store_true",
+        help="only the tests of the kernels, on fewer shapes, on the simulator with "
+        "all its checks on",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--checked"):
+        config.option.executor = "simulator"
+        settings.load_profile("checked")
+
 
 def pytest_report_header(config):
-    return f"mlx {mx.__version__}, kernels on: {config.getoption('--executor')}"
+    checked = ", checked" if config.getoption("--checked") else ""
+    return (
+        f"mlx {mx.__version__}, kernels on: {config.getoption('--executor')}{checked}"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--checked"):
+        items[:] = [item for item in items if belongs_to_a_checked_run(item)]
+
+
+def belongs_to_a_checked_run(item):
+    params = getattr(item, "callspec", None) and item.callspec.params
+    if not params or "simulator" not in (
+        params.get("backend_name"),
+        params.get("kernels_name"),
+    ):
+        return False
+    return params.get("D", 16) in CHECKED_HEAD_DIMS
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checks(request):
+    """All checks of the simulator, for every kernel of a checked run."""
+    if not request.config.getoption("--checked"):
+        yield
+        return
+    from mlx_flash import simulator  # a Mac may run the tests without it
+
+    with simulator.checked():
+        yield
 
 
 def pytest_generate_tests(metafunc):

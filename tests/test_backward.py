@@ -1,11 +1,14 @@
 """The gradients with respect to q, k and v."""
 
 import math
+from functools import partial
 
 import mlx.core as mx
 import pytest
 from hypothesis import given
 
+from mlx_flash.kernels import dkv_call
+from mlx_flash.launch import run
 from oracle import (
     assert_bit_equal,
     assert_equal_up_to_rounding,
@@ -14,15 +17,20 @@ from oracle import (
     to_numpy,
     truth,
 )
-from strategies import DTYPES, HEAD_DIMS, LAYOUTS, Problem, problems
+from strategies import (
+    EVERY_DTYPE,
+    EVERY_HEAD_DIM,
+    EVERY_MASK,
+    LAYOUTS,
+    Problem,
+    problems,
+)
 
-MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-EVERY_HEAD_DIM = pytest.mark.parametrize("D", HEAD_DIMS, ids="D{}".format)
 SMALL = Problem(H=4, HKV=2, causal=True)
 
 
-@MASKS
-@pytest.mark.parametrize("dtype", DTYPES)
+@EVERY_MASK
+@EVERY_DTYPE
 @EVERY_HEAD_DIM
 def test_gradients_of_ragged_grouped_heads_are_within_bound(
     gradients, D, dtype, causal
@@ -33,7 +41,7 @@ def test_gradients_of_ragged_grouped_heads_are_within_bound(
     assert_within_bound(actual, *arrays, **problem.options)
 
 
-@MASKS
+@EVERY_MASK
 @EVERY_HEAD_DIM
 def test_float32_gradients_are_within_5e_6_of_float64(gradients, D, causal):
     arrays = Problem(H=4, HKV=1, Tq=45, Tk=71, D=D).arrays()
@@ -90,7 +98,7 @@ def test_gradients_through_merged_heads_and_a_projection_are_within_bound(attent
     assert_within_bound(actual, q, k, v, dout, **SMALL.options)
 
 
-@MASKS
+@EVERY_MASK
 def test_gradients_of_lse_alone_are_within_bound(attention, causal):
     q, k, v, dout, dlse = SMALL.arrays()
 
@@ -114,7 +122,11 @@ def test_gradient_of_a_broadcast_key_head_sums_over_the_heads(attention, gradien
     assert_within_bound({"dk": dk, "dv": dv}, q, k, v, dout)
 
 
-@pytest.mark.parametrize("argnums", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "argnums",
+    [(0,), (1,), (2,), (0, 2), (1, 2)],
+    ids=["dq", "dk", "dv", "dq-dv", "dk-dv"],
+)
 def test_gradient_of_some_inputs_equals_that_of_all(attention, argnums):
     q, k, v, dout, _ = SMALL.arrays()
 
@@ -136,7 +148,7 @@ def test_gradients_at_very_negative_scores_are_those_of_the_softmax(gradients):
     p = 1 / (1 + math.e)
     slope = p * (1 - p)
     first = {name: to_numpy(x)[0, 0, :, 0] for name, x in actual.items()}
-    # Near -100 the spacing of float32 is 2^-17: so precise are lse and p.
+    # The exponents are differences of scores, as precise as float32 is near 100.
     assert_equal_up_to_rounding(first["dq"], [-slope], magnitude=100)
     assert_equal_up_to_rounding(first["dk"], [-slope, slope], magnitude=100)
     assert_equal_up_to_rounding(first["dv"], [1 - p, p], magnitude=100)
@@ -155,3 +167,16 @@ def test_gradients_come_in_the_dtype_of_their_input(attention):
     expected = mx.grad(loss, argnums=(0, 1, 2))(*promoted)
     for gradient, reference, dtype in zip(actual, expected, dtypes, strict=True):
         assert_bit_equal(gradient, reference.astype(dtype))
+
+
+@EVERY_MASK
+@EVERY_DTYPE
+def test_dkv_with_one_output_equals_dkv_with_both(kernels, kernels_name, dtype, causal):
+    q, k, v, dout, delta = SMALL.resized(dtype=dtype).arrays()
+    _, lse = kernels(q, k, v, causal=causal, return_lse=True)
+    call = partial(dkv_call, q, k, v, dout, lse, delta, 0.2, causal)
+    dk, dv = run(call(), kernels_name)
+    (only_dk,) = run(call(with_dv=False), kernels_name)
+    (only_dv,) = run(call(with_dk=False), kernels_name)
+    assert_equal_up_to_rounding(only_dk, dk, dtype=q.dtype)
+    assert_equal_up_to_rounding(only_dv, dv, dtype=q.dtype)

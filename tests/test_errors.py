@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_flash import flash_attention, use_backend
-from strategies import HEAD_DIMS, Problem
+from strategies import EVERY_MASK, HEAD_DIMS, Problem
 
 Q, KV = (2, 4, 5, 16), (2, 2, 7, 16)
 
@@ -35,6 +35,10 @@ def listed(name, shape):
         ((Q, KV, (2, 2, 8, 16)), "the same number of keys"),
         ((Q, (2, 2, 7, 32), KV), "q and k must have the same head dim"),
         (((2, 4, 5, 0), (2, 2, 7, 0), KV), "head dim of q and k must be at least 1"),
+    ],
+    ids=[
+        *("rank of q", "rank of v", "B of q", "B of v", "heads of v", "HKV=3"),
+        *("HKV=8", "HKV=0", "Tk of v", "D of k", "D=0"),
     ],
 )
 def test_shapes_that_disagree_raise_and_are_named(shapes, words):
@@ -134,7 +138,7 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@EVERY_MASK
 @pytest.mark.parametrize("problem", EMPTY.values(), ids=EMPTY)
 def test_empty_axis_gives_zeros_and_zero_gradients(
     attention, gradients, problem, causal

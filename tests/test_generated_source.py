@@ -8,7 +8,8 @@ import pytest
 from instances import calls, instances, name_of
 from mlx_flash import tiles
 from mlx_flash.launch import KernelCall, kernel_object, launch_arguments
-from mlx_flash.simulator.kernel import generated_kernel, parse_parameters
+from mlx_flash.simulator.program import generated_kernel, parse_parameters
+from mlx_flash.simulator.strict import check_text
 
 STRIDED = {
     "attention_forward": ["q", "k", "v"],
@@ -47,6 +48,11 @@ def test_instance_text_is_ascii_and_uses_an_attribute(call):
     assert text.isascii()
     assert "[[threadgroup_position_in_grid]]" in signature_of(call)
     assert "double" not in re.sub(r"//.*", "", text)
+
+
+@pytest.mark.parametrize("call", instances(), ids=name_of)
+def test_instance_is_strict_msl(call):
+    assert check_text(text_of(call), name=call.name) == []
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])

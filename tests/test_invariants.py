@@ -12,10 +12,8 @@ from oracle import (
     assert_within_bound,
     to_numpy,
 )
-from strategies import DTYPES, LAYOUTS, Problem
+from strategies import EVERY_DTYPE, EVERY_MASK, LAYOUTS, LAYOUTS_OF_A_PROBLEM, Problem
 
-MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 BASE = Problem(H=4, HKV=2)
 
 
@@ -29,7 +27,7 @@ def both(attention, gradients, q, k, v, dout, dlse, **options):
     return {"out": out, "lse": lse} | gradients(q, k, v, dout, dlse, **options)
 
 
-@MASKS
+@EVERY_MASK
 @EVERY_DTYPE
 def test_values_of_one_give_an_output_of_one(attention, dtype, causal):
     q, k, v, *_ = BASE.resized(dtype=dtype).arrays()
@@ -37,7 +35,7 @@ def test_values_of_one_give_an_output_of_one(attention, dtype, causal):
     assert_equal_up_to_rounding(out, 1.0, dtype=q.dtype)
 
 
-@MASKS
+@EVERY_MASK
 def test_one_vector_added_to_every_key_leaves_the_output(attention, causal):
     q, k, v, *_ = BASE.arrays()
     shift = normal((1, 1, 1, q.shape[-1]), seed=1)
@@ -49,7 +47,7 @@ def test_one_vector_added_to_every_key_leaves_the_output(attention, causal):
     )
 
 
-@MASKS
+@EVERY_MASK
 def test_key_gradients_sum_to_zero_over_the_keys(gradients, causal):
     q, k, v, dout, _ = BASE.arrays()
     dk = to_numpy(gradients(q, k, v, dout, causal=causal)["dk"])
@@ -109,7 +107,7 @@ def test_two_sets_of_keys_merge_by_their_lse(attention, split):
     assert_equal_up_to_rounding(merged, out)
 
 
-@MASKS
+@EVERY_MASK
 def test_grouped_heads_equal_repeated_heads(attention, gradients, causal):
     q, k, v, dout, dlse = BASE.arrays()
     grouped = both(attention, gradients, q, k, v, dout, dlse, causal=causal)
@@ -121,7 +119,7 @@ def test_grouped_heads_equal_repeated_heads(attention, gradients, causal):
         assert_equal_up_to_rounding(value, repeated[name])
 
 
-@MASKS
+@EVERY_MASK
 def test_output_is_linear_in_the_values(attention, causal):
     q, k, v, *_ = BASE.arrays()
     other = normal(v.shape, seed=5)
@@ -130,7 +128,7 @@ def test_output_is_linear_in_the_values(attention, causal):
     assert_equal_up_to_rounding(whole, parts[0] - 2 * parts[1])
 
 
-@MASKS
+@EVERY_MASK
 def test_value_gradient_is_the_adjoint_of_the_output(attention, gradients, causal):
     q, k, v, dout, _ = BASE.arrays()
     dv = to_numpy(gradients(q, k, v, dout, causal=causal)["dv"])
@@ -140,7 +138,7 @@ def test_value_gradient_is_the_adjoint_of_the_output(attention, gradients, causa
     )
 
 
-@MASKS
+@EVERY_MASK
 @EVERY_DTYPE
 def test_doubled_queries_with_half_the_scale_are_bit_equal(
     attention, gradients, dtype, causal
@@ -153,7 +151,7 @@ def test_doubled_queries_with_half_the_scale_are_bit_equal(
         assert_bit_equal(after[name], before[name])
 
 
-@MASKS
+@EVERY_MASK
 @EVERY_DTYPE
 def test_repeated_calls_are_bit_equal_and_leave_their_inputs(
     attention, gradients, dtype, causal
@@ -169,9 +167,9 @@ def test_repeated_calls_are_bit_equal_and_leave_their_inputs(
         assert_bit_equal(x, copy)
 
 
-@MASKS
+@EVERY_MASK
 @EVERY_DTYPE
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS_OF_A_PROBLEM)
 def test_layout_of_the_inputs_does_not_matter(
     attention, gradients, layout, dtype, causal
 ):
@@ -205,7 +203,7 @@ def test_rows_without_a_key_are_zero_and_pass_no_gradient(attention, gradients, 
     )
 
 
-@MASKS
+@EVERY_MASK
 @EVERY_DTYPE
 def test_nan_in_one_query_row_leaves_the_other_rows(
     attention, gradients, dtype, causal
@@ -220,7 +218,7 @@ def test_nan_in_one_query_row_leaves_the_other_rows(
         assert_bit_equal(after[name][:, :, others], before[name][:, :, others])
 
 
-@MASKS
+@EVERY_MASK
 @EVERY_DTYPE
 def test_scores_of_60000_give_the_mean_of_the_largest(
     attention, gradients, dtype, causal
@@ -235,7 +233,7 @@ def test_scores_of_60000_give_the_mean_of_the_largest(
     assert_within_bound(actual, q, k, v, dout, dlse, **options)
 
 
-@MASKS
+@EVERY_MASK
 @EVERY_DTYPE
 def test_equal_scores_give_the_mean_of_the_visible_values(
     attention, gradients, dtype, causal
@@ -249,7 +247,7 @@ def test_equal_scores_give_the_mean_of_the_visible_values(
     assert_within_bound(actual, q, k, v, dout, dlse, causal=causal)
 
 
-@MASKS
+@EVERY_MASK
 @EVERY_DTYPE
 @pytest.mark.parametrize(
     "shape",

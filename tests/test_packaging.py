@@ -42,10 +42,10 @@ def test_wheel_carries_the_kernels_and_the_simulator(wheel):
         for header in (*ROOT.glob("metal/*.h"), *ROOT.glob("cuda/*.h")):
             packed = archive.read(f"mlx_flash/{header.parent.name}/{header.name}")
             assert packed == header.read_bytes()
-    simulator = ROOT / "src" / "mlx_flash" / "simulator" / "include"
     assert "mlx_flash/py.typed" in names
-    for header in simulator.iterdir():
-        assert f"mlx_flash/simulator/include/{header.name}" in names
+    for folder in ("simulator/include", "simulator/strict/include"):
+        for header in (ROOT / "src" / "mlx_flash" / folder).iterdir():
+            assert f"mlx_flash/{folder}/{header.name}" in names
 
 
 def test_checkout_has_no_second_copy_of_the_kernels():

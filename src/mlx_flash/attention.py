@@ -72,15 +72,15 @@ def flash_attention(
 
     Returns:
         ``out`` ``[B, H, Tq, Dv]`` in the promoted dtype; with ``return_lse`` the pair
-        ``(out, lse)``, ``lse`` ``[B, H, Tq]`` float32. The memory of ``out`` is laid
-        out ``[B, Tq, H, Dv]``, so that merging the heads with
+        ``(out, lse)``, ``lse`` ``[B, H, Tq]`` float32. The kernels lay the memory of
+        ``out`` out as ``[B, Tq, H, Dv]``, so that merging the heads with
         ``out.transpose(0, 2, 1, 3).reshape(B, Tq, H * Dv)`` copies nothing.
 
     Raises:
         ValueError: Ranks, sizes, head counts, head dims or dtypes disagree, or
             ``scale`` is not finite.
         NotImplementedError: The inputs are valid but no kernel covers them, or a
-            gradient of a gradient is asked for.
+            gradient of a gradient or a forward-mode derivative is asked for.
 
     Source: FlashAttention-2, https://arxiv.org/abs/2307.08691, Alg. 1 and 2.
     """
@@ -204,6 +204,15 @@ def attention_function(
         raise NotImplementedError(
             "[flash_attention] a gradient of a gradient is not implemented; use "
             "mx.fast.scaled_dot_product_attention where second order is needed"
+        )
+
+    # Forward mode would give silent zeros on the host, too.
+    @attention.jvp
+    def forward_mode(*_: object) -> None:
+        raise NotImplementedError(
+            "[flash_attention] forward-mode differentiation (mx.jvp) is not "
+            "implemented; use mx.vjp or mx.grad, or "
+            "mx.fast.scaled_dot_product_attention"
         )
 
     @attention.vjp

@@ -35,6 +35,8 @@ def attention_forward(
     """
     k_heads, v_heads = key_heads(k), key_heads(v)
     offset = k.shape[2] - q.shape[2]
+    # Each chunk depends on the one before: evaluated in another order, the scores of
+    # many chunks would exist at once, and memory would be quadratic.
     outs, lses = [], []
     for rows, n_keys in query_chunks(q.shape[2], k.shape[2], causal):
         q_rows = query_heads(q[:, :, rows], k.shape[1])
@@ -46,6 +48,7 @@ def attention_forward(
         out = mx.where(l == 0.0, 0.0, acc / l)
         outs.append(merge_heads(out).astype(q.dtype))
         lses.append(merge_heads(m + mx.log(l))[..., 0])  # (4)
+        (q,) = mx.depends([q], [outs[-1], lses[-1]])
     return mx.concatenate(outs, axis=2), mx.concatenate(lses, axis=2)
 
 
@@ -82,7 +85,7 @@ def attention_backward(
     offset = k.shape[2] - q.shape[2]
     dk = mx.zeros(k.shape, mx.float32)
     dv = mx.zeros(v.shape, mx.float32)
-    dqs = []
+    dqs = []  # each chunk depends on the one before, as in the forward
     for rows, n_keys in query_chunks(q.shape[2], k.shape[2], causal):
         q_rows = query_heads(q[:, :, rows], HKV)
         dout_rows = query_heads(dout[:, :, rows], HKV)
@@ -102,6 +105,7 @@ def attention_backward(
         dv_rows = (p.swapaxes(-1, -2) @ dout_rows).sum(axis=2)  # (7)
         dk = dk.at[:, :, :n_keys].add(dk_rows)
         dv = dv.at[:, :, :n_keys].add(dv_rows)
+        q, dout = mx.depends([q, dout], [dqs[-1], dk, dv])
     return mx.concatenate(dqs, axis=2), dk.astype(k.dtype), dv.astype(v.dtype)
 
 

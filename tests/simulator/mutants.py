@@ -170,7 +170,7 @@ def all_mutants() -> list[Mutant]:
         *at("tile", "= T(x.get(r, j))", "= x.get(r, j)",
             "implicit conversion to bfloat", dtype=mx.bfloat16),
         *everywhere(r"const threadgroup T\* b_tg", "const device T* b_tg",
-                    "threadgroup pointer as device"),
+                    "threadgroup pointer as device", dtype=mx.float16, D=128),
         *at("tile", "inline void stage(threadgroup T* to_tg",
             "inline void stage(device T* to_tg", "threadgroup pointer as device"),
         *at("softmax", "LN_2 * (", "0.6931 * (", "double literal"),
@@ -189,8 +189,8 @@ def all_mutants() -> list[Mutant]:
     ]  # fmt: skip
 
 
-# (Tq, Tk, causal). The diagonals Tk - Tq meet the blocks in different ways; the third has
-# a row that sees no key, the last a ragged block that no diagonal hides.
+# (Tq, Tk, causal). The diagonals Tk - Tq meet the blocks in different ways; the third
+# has a row that sees no key, the last a ragged block that no diagonal hides.
 PROBLEMS = (
     (45, 46, True),
     (40, 46, True),

@@ -11,8 +11,8 @@ A = mx.arange(64.0)
 
 # Line 1 is empty: the fault stands on line 4 of each body.
 REVERSE = """
-threadgroup float x[64];
-uint i = thread_index_in_threadgroup;
+threadgroup float x[64]; uint i = thread_index_in_threadgroup; x[i] = 0.0f;
+threadgroup_barrier(mem_flags::mem_threadgroup);
 x[i] = a[i];
 {barrier}
 out[i] = x[63 - i];
@@ -80,11 +80,11 @@ out[i] = a[i];
         (
             RACE,
             "race",
-            r"race: thread 32 writes .* x at byte 128 \(source of test:4\)"
-            r", which thread 31 read \(source of test:6\); put a threadgroup_barrier",
+            r"race: thread 0 writes .* x at byte 0 \(source of test:4\)"
+            r", which thread 63 read \(source of test:6\); put a threadgroup_barrier",
         ),
         (RACE_WITH_WRONG_FLAG, "race", r"source of test:6.*wrote \(source of test:4\)"),
-        (RACE_WITH_A_SIMDGROUP_BARRIER, "race", r"31 read \(source of test:6\)"),
+        (RACE_WITH_A_SIMDGROUP_BARRIER, "race", r"63 read \(source of test:6\)"),
         (
             WRITE_AFTER_READ,
             "race",

@@ -14,6 +14,7 @@ from mlx_flash.simulator.checks import (
 )
 from mlx_flash.simulator.errors import SimulatorError
 from mlx_flash.simulator.kernel import metal_kernel
+from mlx_flash.simulator.library import library_kernel
 
 __all__ = [
     "APPLE_LANE_MAP",
@@ -22,6 +23,7 @@ __all__ = [
     "SimulatorError",
     "checked",
     "lane_map",
+    "library_kernel",
     "metal_kernel",
     "permuted_lane_map",
     "record",

@@ -92,6 +92,14 @@ def toolchain() -> tuple[tuple[str, ...], str]:
     return command, "\n".join([*command, version, processor, headers])
 
 
+@cache
+def digest(text: str, kind: str) -> str:
+    """Changes whenever the compiled library might."""
+    _, identity = toolchain()
+    content = "\n".join([identity, *BUILDS[kind], text])
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
 def build(text: str, name: str, kind: str = "plain") -> Path:
     """Path of the shared library for a text; compiles it if nobody has before.
 
@@ -101,12 +109,10 @@ def build(text: str, name: str, kind: str = "plain") -> Path:
     Raises:
         SimulatorError: The text does not compile; the message shows the lines.
     """
-    command, identity = toolchain()
-    content = "\n".join([identity, *BUILDS[kind], text])
-    digest = hashlib.sha256(content.encode()).hexdigest()[:32]
-    library = cache_folder() / f"{digest}.so"
+    library = cache_folder() / f"{digest(text, kind)}.so"
     if library.exists():
         return library
+    command, _ = toolchain()
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         source, output = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")

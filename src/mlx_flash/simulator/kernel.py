@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,17 +15,27 @@ import numpy.typing as npt
 from mlx_flash.simulator import checks as checks_in_force
 from mlx_flash.simulator.checks import LaunchRecord, Options, check_names
 from mlx_flash.simulator.errors import SimulatorError
-from mlx_flash.simulator.machine import Work, run
+from mlx_flash.simulator.machine import (
+    CONSTANT,
+    INPUT,
+    Input,
+    Output,
+    Work,
+    numpy_view,
+    run,
+)
+from mlx_flash.simulator.metal_text import Parameter
 from mlx_flash.simulator.program import (
     generated_kernel,
+    generated_program,
     numbered,
     parse_parameters,
-    program,
 )
 from mlx_flash.simulator.strict import check_text
 
 BUFFERS_LIMIT = 31
 THREADS_LIMIT = 1024
+SMALL_INPUT = 8  # MLX puts inputs of fewer elements into constant memory
 
 
 def metal_kernel(
@@ -94,12 +104,7 @@ def metal_kernel(
         stream: mx.Stream | mx.Device | None = None,
     ) -> list[mx.array]:
         del stream  # the CPU has one place to run
-        n_threads = math.prod(threadgroup)
-        if n_threads > THREADS_LIMIT:
-            raise SimulatorError(
-                f"[simulator] kernel {name!r} asks for threadgroups of {n_threads} "
-                f"threads; Metal allows {THREADS_LIMIT}"
-            )
+        check_threads(name, threadgroup)
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         evaluate(arrays, name)
         generated = generated_kernel(
@@ -114,18 +119,33 @@ def metal_kernel(
         text = generated[1]
         if verbose:
             print(text)
+        buffers = buffers_of(name, text)
+        n_inputs = len(buffers) - len(output_shapes)
+        views = bound_views(arrays, generated[8], row_contiguous=generated[9])
+        initial = None if init_value is None else mx.array(init_value)
         work = Work(
             name=name,
             program=compiled_program(name, source, text),
-            parameters=buffer_names(name, text),
-            arrays=tuple(arrays),
-            bindings=tuple(generated[8]),
-            row_contiguous=generated[9],
+            inputs=tuple(
+                Input(index, parameter.name, view, kind)
+                for index, (parameter, (view, kind)) in enumerate(
+                    zip(buffers[:n_inputs], views, strict=True)
+                )
+            ),
+            outputs=tuple(
+                Output(
+                    n_inputs + index,
+                    parameter.name,
+                    tuple(shape),
+                    dtype,
+                    None if initial is None else numpy_view(initial.astype(dtype)),
+                )
+                for index, (parameter, shape, dtype) in enumerate(
+                    zip(buffers[n_inputs:], output_shapes, output_dtypes, strict=True)
+                )
+            ),
             grid=grid,
             threadgroup=threadgroup,
-            output_shapes=tuple(map(tuple, output_shapes)),
-            output_dtypes=tuple(output_dtypes),
-            init_value=init_value,
         )
         options = dataclasses.replace(
             checks_in_force.current, checks=checks_in_force.current.checks | own_checks
@@ -149,19 +169,58 @@ def evaluate(arrays: list[mx.array], name: str) -> None:
         ) from error
 
 
-compiled_program = cache(program)
+def check_threads(name: str, threadgroup: tuple[int, int, int]) -> None:
+    """Raise if a threadgroup has more threads than Metal allows."""
+    n_threads = math.prod(threadgroup)
+    if n_threads > THREADS_LIMIT:
+        raise SimulatorError(
+            f"[simulator] kernel {name!r} asks for threadgroups of {n_threads} "
+            f"threads; Metal allows {THREADS_LIMIT}"
+        )
+
+
+compiled_program = cache(generated_program)
 
 
 @cache
-def buffer_names(name: str, text: str) -> tuple[str, ...]:
-    """Names of the kernel's buffers, in order."""
-    names = tuple(p.name for p in parse_parameters(text) if p.is_buffer)
-    if len(names) > BUFFERS_LIMIT:
+def buffers_of(name: str, text: str) -> tuple[Parameter, ...]:
+    """The kernel's buffers, in order."""
+    buffers = tuple(p for p in parse_parameters(text) if p.buffer is not None)
+    if len(buffers) > BUFFERS_LIMIT:
         raise SimulatorError(
-            f"[simulator] kernel {name!r} takes {len(names)} buffers; "
+            f"[simulator] kernel {name!r} takes {len(buffers)} buffers; "
             f"Metal allows {BUFFERS_LIMIT}"
         )
-    return names
+    return buffers
+
+
+def bound_views(
+    arrays: Sequence[mx.array],
+    bindings: Sequence[tuple[bool, bool, bool]],
+    *,
+    row_contiguous: bool,
+) -> Iterator[tuple[npt.NDArray[Any], int]]:
+    """What MLX binds to the input buffers, in order, each with its kind of memory.
+
+    Args:
+        arrays: The inputs.
+        bindings: Per input, whether its shape, strides and ndim are buffers too.
+        row_contiguous: Copy inputs to row-contiguous memory first.
+    """
+    for array, (shape, strides, ndim) in zip(arrays, bindings, strict=True):
+        view = numpy_view(array)
+        if row_contiguous:
+            view = np.ascontiguousarray(view).reshape(array.shape)
+        yield view, CONSTANT if array.size < SMALL_INPUT else INPUT
+        if not array.ndim:
+            continue
+        if shape:
+            yield np.array(view.shape, np.int32), CONSTANT
+        if strides:
+            steps = [step // view.itemsize for step in view.strides]
+            yield np.array(steps, np.int64), CONSTANT
+        if ndim:
+            yield np.array(view.ndim, np.int32), CONSTANT
 
 
 @cache
@@ -185,15 +244,11 @@ def launch(work: Work, options: Options, *, has_fixed_order: bool) -> list[mx.ar
     if "fast_math" in options.checks:
         reordered, _ = run(work, "fast_math", options)
         compare_fast_math(work, outputs, reordered)
+    dtypes = [output.dtype for output in work.outputs]
     return [
         mx.array(result).view(dtype) if dtype == mx.bfloat16 else mx.array(result)
-        for result, dtype in zip(outputs, work.output_dtypes, strict=True)
+        for result, dtype in zip(outputs, dtypes, strict=True)
     ]
-
-
-def output_names(work: Work) -> tuple[str, ...]:
-    """Names of the outputs: the last buffers."""
-    return work.parameters[len(work.parameters) - len(work.output_shapes) :]
 
 
 def compare_schedules(
@@ -203,14 +258,14 @@ def compare_schedules(
     seed: int,
 ) -> None:
     """Raise if the order of the threads changed a bit of an output."""
-    for name, a, b in zip(output_names(work), in_order, shuffled, strict=True):
+    for output, a, b in zip(work.outputs, in_order, shuffled, strict=True):
         differs = a.view(np.uint8) != b.view(np.uint8)
         if differs.any():
             element = int(differs.reshape(-1).argmax()) // a.itemsize
             raise SimulatorError(
                 f"[simulator] kernel {work.name!r}: the order in which threads run "
-                f"(shuffled schedule, seed {seed}) changes output {name!r}, first at "
-                f"element {element}: {a.reshape(-1)[element]} becomes "
+                f"(shuffled schedule, seed {seed}) changes output {output.name!r}, "
+                f"first at element {element}: {a.reshape(-1)[element]} becomes "
                 f"{b.reshape(-1)[element]}; run it with checks='race'"
             )
 
@@ -219,9 +274,8 @@ def compare_fast_math(
     work: Work, safe: list[npt.NDArray[Any]], fast: list[npt.NDArray[Any]]
 ) -> None:
     """Raise if fast math changes an output by more than its rounding."""
-    for name, dtype, a, b in zip(
-        output_names(work), work.output_dtypes, safe, fast, strict=True
-    ):
+    for output, a, b in zip(work.outputs, safe, fast, strict=True):
+        dtype = output.dtype
         if not mx.issubdtype(dtype, mx.floating):
             continue
         x, y = (
@@ -232,12 +286,14 @@ def compare_fast_math(
         largest = float(np.abs(x[finite]).max(initial=0.0))
         # sums of a few hundred terms in another order, each rounded once
         tolerance = 64 * mx.finfo(dtype).eps * largest
-        same = np.where(finite, np.abs(y - x) <= tolerance, (x == y) | np.isnan(x))
+        with np.errstate(invalid="ignore"):  # inf - inf
+            close = np.abs(y - x) <= tolerance
+        same = np.where(finite, close, (x == y) | np.isnan(x))
         if not same.all():
             element = int((~same).argmax())
             raise SimulatorError(
                 f"[simulator] kernel {work.name!r}: compiled with fast math, output "
-                f"{name!r} changes at element {element}: {x[element]} becomes "
+                f"{output.name!r} changes at element {element}: {x[element]} becomes "
                 f"{y[element]}; do no arithmetic on infinities and NaNs, and do not "
                 "rely on the order of additions"
             )

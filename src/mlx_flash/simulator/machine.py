@@ -22,7 +22,6 @@ GUARD_BYTES = 4096
 ALIGNMENT = 64
 POISON = 0xFF
 MESSAGE_BYTES = 8192
-SMALL_INPUT = 8  # MLX puts inputs of fewer elements into constant memory
 
 # The bits of `enum Check` in include/checks.h.
 CHECK_BITS = {"race": 1, "bounds": 2, "uninitialised": 4}
@@ -41,6 +40,7 @@ NUMPY_DTYPES = {
     mx.float16: np.float16,
     mx.bfloat16: np.uint16,
     mx.float32: np.float32,
+    mx.complex64: np.complex64,
 }
 
 
@@ -58,6 +58,7 @@ class Buffer(ctypes.Structure):
         ("bytes", ctypes.c_size_t),
         ("name", ctypes.c_char_p),
         ("kind", ctypes.c_int),
+        ("initialised", ctypes.c_int),
     )
 
 
@@ -76,7 +77,6 @@ class Launch(ctypes.Structure):
         ("host_threads", ctypes.c_uint),
         ("counters", ctypes.POINTER(ctypes.c_uint64)),
         ("checks", ctypes.c_uint),
-        ("initialised", ctypes.c_int),
         ("message", ctypes.c_char_p),
         ("message_size", ctypes.c_size_t),
         ("next_group", ctypes.c_uint),
@@ -90,10 +90,13 @@ INPUT, OUTPUT, CONSTANT = 0, 1, 2  # Buffer.kind
 class GuardedBuffer:
     """Memory of one array between two guard zones, aligned as a GPU's buffers are."""
 
-    def __init__(self, name: str, n_bytes: int, kind: int) -> None:
+    def __init__(
+        self, name: str, n_bytes: int, kind: int, *, is_initialised: bool = True
+    ) -> None:
         self.name = name
         self.n_bytes = n_bytes
         self.kind = kind
+        self.is_initialised = is_initialised
         self.memory = np.full(n_bytes + 2 * GUARD_BYTES + ALIGNMENT, POISON, np.uint8)
         address = self.memory.ctypes.data
         self.start = GUARD_BYTES + (-(address + GUARD_BYTES)) % ALIGNMENT
@@ -116,34 +119,60 @@ class GuardedBuffer:
 
 
 @dataclass(frozen=True)
+class Input:
+    """An array that a kernel reads.
+
+    Attributes:
+        index: Of the buffer.
+        name: Of the parameter.
+        view: The values, in any strides.
+        kind: INPUT or CONSTANT.
+    """
+
+    index: int
+    name: str
+    view: npt.NDArray[Any]
+    kind: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """An array that a kernel writes.
+
+    Attributes:
+        index: Of the buffer.
+        name: Of the parameter.
+        shape: Its shape.
+        dtype: Its dtype.
+        initial: What it starts with, as NumPy stores the dtype; None: poison.
+    """
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+    initial: npt.NDArray[Any] | None
+
+
+@dataclass(frozen=True)
 class Work:
     """What a launch is to do, whatever the build it runs on.
 
     Attributes:
         name: The kernel's name.
         program: Its C++ program.
-        parameters: Names of the buffers, in order.
-        arrays: The inputs.
-        bindings: Per input, whether its shape, strides and ndim are buffers too.
-        row_contiguous: Copy inputs to row-contiguous memory first.
+        inputs: What it reads.
+        outputs: What it writes.
         grid: In threads.
         threadgroup: In threads.
-        output_shapes: Shapes of the outputs.
-        output_dtypes: Dtypes of the outputs.
-        init_value: Fills the outputs before the launch.
     """
 
     name: str
     program: str
-    parameters: tuple[str, ...]
-    arrays: tuple[mx.array, ...]
-    bindings: tuple[tuple[bool, bool, bool], ...]
-    row_contiguous: bool
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
     grid: tuple[int, int, int]
     threadgroup: tuple[int, int, int]
-    output_shapes: tuple[tuple[int, ...], ...]
-    output_dtypes: tuple[mx.Dtype, ...]
-    init_value: float | None
 
 
 def run(
@@ -160,18 +189,27 @@ def run(
     Raises:
         SimulatorError: The kernel does not compile, or something was found.
     """
-    buffers, addresses = bind_inputs(work)
-    outputs = []
-    for shape, dtype in zip(work.output_shapes, work.output_dtypes, strict=True):
-        item = np.dtype(NUMPY_DTYPES[dtype])
-        n_bytes = int(np.prod(shape, dtype=np.int64)) * item.itemsize
-        buffer = GuardedBuffer(work.parameters[len(buffers)], n_bytes, OUTPUT)
-        result = buffer.data.view(item).reshape(shape)
-        if work.init_value is not None:
-            result[...] = numpy_view(mx.array(work.init_value).astype(dtype))
+    indices = [x.index for x in work.inputs] + [x.index for x in work.outputs]
+    addresses = [0] * (1 + max(indices, default=-1))
+    buffers: list[GuardedBuffer] = []
+    for argument in work.inputs:
+        buffer, first = guarded_copy(argument.name, argument.view, argument.kind)
         buffers.append(buffer)
-        addresses.append(buffer.data.ctypes.data)
-        outputs.append(result)
+        addresses[argument.index] = buffer.data.ctypes.data + first
+    results = []
+    for output in work.outputs:
+        item = np.dtype(NUMPY_DTYPES[output.dtype])
+        n_bytes = int(np.prod(output.shape, dtype=np.int64)) * item.itemsize
+        is_initialised = output.initial is not None
+        buffer = GuardedBuffer(
+            output.name, n_bytes, OUTPUT, is_initialised=is_initialised
+        )
+        result = buffer.data.view(item).reshape(output.shape)
+        if output.initial is not None:
+            result[...] = output.initial
+        buffers.append(buffer)
+        addresses[output.index] = buffer.data.ctypes.data
+        results.append(result)
 
     counters = call_library(work, kind, options, seed, buffers, addresses)
     for buffer in buffers:
@@ -183,34 +221,7 @@ def run(
                 f"{buffer.name!r} ({buffer.n_bytes} bytes): at byte {damage}, {where}; "
                 "run it with checks='bounds' to see the line"
             )
-    return outputs, counters
-
-
-def bind_inputs(work: Work) -> tuple[list[GuardedBuffer], list[int]]:
-    """Guarded copies of the inputs, and the address of each one's first element."""
-    buffers: list[GuardedBuffer] = []
-    addresses: list[int] = []
-
-    def bind(view: npt.NDArray[Any], kind: int) -> None:
-        buffer, first = guarded_copy(work.parameters[len(buffers)], view, kind)
-        buffers.append(buffer)
-        addresses.append(buffer.data.ctypes.data + first)
-
-    for array, (shape, strides, ndim) in zip(work.arrays, work.bindings, strict=True):
-        view = numpy_view(array)
-        if work.row_contiguous:
-            view = np.ascontiguousarray(view).reshape(array.shape)
-        bind(view, CONSTANT if array.size < SMALL_INPUT else INPUT)
-        if not array.ndim:
-            continue
-        if shape:
-            bind(np.array(view.shape, np.int32), CONSTANT)
-        if strides:
-            steps = [step // view.itemsize for step in view.strides]
-            bind(np.array(steps, np.int64), CONSTANT)
-        if ndim:
-            bind(np.array(view.ndim, np.int32), CONSTANT)
-    return buffers, addresses
+    return results, counters
 
 
 def call_library(
@@ -232,7 +243,13 @@ def call_library(
         addresses=(ctypes.c_void_p * len(addresses))(*addresses),
         buffers=(Buffer * len(buffers))(
             *(
-                Buffer(b.data.ctypes.data, b.n_bytes, b.name.encode(), b.kind)
+                Buffer(
+                    b.data.ctypes.data,
+                    b.n_bytes,
+                    b.name.encode(),
+                    b.kind,
+                    b.is_initialised,
+                )
                 for b in buffers
             )
         ),
@@ -245,7 +262,6 @@ def call_library(
         host_threads=1 if is_checked else os.cpu_count() or 1,
         counters=counters,
         checks=sum(bit for name, bit in CHECK_BITS.items() if name in options.checks),
-        initialised=work.init_value is not None,
         message=ctypes.cast(message, ctypes.c_char_p),
         message_size=MESSAGE_BYTES,
     )

@@ -1,15 +1,23 @@
-"""The C++ program of a kernel, made from the very text that MLX generates for Metal."""
+"""The C++ program of a kernel, made from the very text that Metal would get."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_flash.simulator.errors import SimulatorError
+from mlx_flash.simulator.metal_text import (
+    Parameter,
+    kernel_parameters,
+    mlx_preamble,
+    one_address_space,
+    share_threadgroup_arrays,
+    with_swizzles,
+    without_instantiations,
+)
 
 
 def generated_kernel(
@@ -31,36 +39,12 @@ def generated_kernel(
     raise SimulatorError("[simulator] MLX did not generate a kernel")
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter of the kernel function: a buffer, or a position in the grid."""
-
-    name: str
-    attribute: str
-    is_reference: bool
-
-    @property
-    def is_buffer(self) -> bool:
-        """Whether the host binds it."""
-        return self.attribute.startswith("buffer(")
-
-    @property
-    def argument(self) -> str:
-        """C++ text that passes it."""
-        if not self.is_buffer:
-            return f"simulator::{self.attribute}(lane)"
-        kind = "Reference" if self.is_reference else "Pointer"
-        index = self.attribute[len("buffer(") : -1]
-        return f"simulator::{kind}Argument{{addresses[{index}]}}"
-
-
 def parse_parameters(text: str) -> tuple[Parameter, ...]:
     """Parameters of the kernel function in MLX's generated text."""
-    signature = re.search(r"\[\[kernel\]\] void \w+\(\n(.*?)\) \{\n", text, re.S)
-    if not signature:
+    function = re.search(r"\[\[kernel\]\] void (\w+)\(\n", text)
+    if not function:
         raise SimulatorError(f"[simulator] no kernel function in the text:\n{text}")
-    found = re.findall(r"([&*]?) ?(\w+) \[\[(.+?)\]\],?\n?", signature[1])
-    return tuple(Parameter(name, what, mark == "&") for mark, name, what in found)
+    return kernel_parameters(text, function[1])
 
 
 def numbered(name: str, source: str, text: str) -> str:
@@ -78,55 +62,36 @@ def numbered(name: str, source: str, text: str) -> str:
 {after}"""
 
 
-def program(name: str, source: str, text: str) -> str:
-    """The C++ program: Metal's words, the kernel, and a function that launches it."""
-    arguments = ", ".join(parameter.argument for parameter in parse_parameters(text))
+def generated_program(name: str, source: str, text: str) -> str:
+    """The C++ program of the text that MLX generates."""
+    parameters = parse_parameters(text)
     function = re.search(r"decltype\((.+?)\) ", text) or re.search(
         r"\[\[kernel\]\] void (\w+)\(", text
     )
-    if not function:
-        raise SimulatorError(f"[simulator] no kernel function in the text:\n{text}")
+    assert function
     lines = numbered(name, source, text)
-    lines = re.sub(r"^template \[\[host_name.*$", "", lines, flags=re.M)
-    # `constant` is C++'s const, which must not be said twice
-    lines = re.sub(r"\bconst constant\b|\bconstant const\b", "constant", lines)
-    return f"""\
+    return program(mlx_preamble(), lines, function[1], parameters)
+
+
+def program(
+    preamble: str, text: str, function: str, parameters: Sequence[Parameter]
+) -> str:
+    """The C++ program: Metal's words, the kernel, and a function that launches it."""
+    arguments = ", ".join(parameter.argument for parameter in parameters)
+    text = one_address_space(without_instantiations(text))
+    return with_swizzles(f"""\
 #include <metal_stdlib>
 #include <metal_atomic>
 #include <metal_simdgroup>
 #include <metal_simdgroup_matrix>
 using namespace metal;
-{share_threadgroup_arrays(lines)}
+{preamble}{share_threadgroup_arrays(text)}
+#line 1 "launch"
 SIMULATOR_FUNCTION
 void run_kernel(void* const* addresses, const simulator::Lane& lane) {{
-  {function[1]}({arguments});
+  // the address of a function template takes its default arguments, a call deduces them
+  constexpr auto function = &{function};
+  function({arguments});
 }}
 SIMULATOR_ENTRY(run_kernel)
-"""
-
-
-def share_threadgroup_arrays(text: str) -> str:
-    """Turn ``threadgroup`` variables into references to storage that a group shares.
-
-    A C++ compiler would give each fiber its own. Pointers to threadgroup memory are
-    ordinary variables and stay as they are.
-    """
-    declarator = r"(\w+)\s*((?:\[[^\]]*\]\s*)*)"
-    declaration = re.compile(
-        r"\bthreadgroup\s+([\w:]+(?:\s*<[^;{}()]*>)?)\s+"
-        rf"({declarator}(?:,\s*{declarator})*);"
-    )
-    count = 0
-
-    def rewrite(match: re.Match[str]) -> str:
-        nonlocal count
-        result = []
-        for name, dimensions in re.findall(declarator, match[2]):
-            result.append(
-                f"auto& {name} = simulator::threadgroup_memory<{match[1]}{dimensions}>"
-                f'({count}, "{name}");'
-            )
-            count += 1
-        return " ".join(result)
-
-    return declaration.sub(rewrite, text)
+""")

@@ -126,6 +126,7 @@ struct Target {
   size_t bytes;          // of the array
   ByteHistory* history;  // of the byte; null where only bounds matter
   bool is_threadgroup, is_constant;
+  bool initialised;  // it starts with values
 };
 
 // Whether two touches of a byte may happen in either order.
@@ -182,6 +183,7 @@ SIMULATOR_FUNCTION bool find_target(const Threadgroup& group,
               group.bytes[id],
               &observer.arena[in_arena],
               true,
+              false,
               false};
     return true;
   }
@@ -194,8 +196,8 @@ SIMULATOR_FUNCTION bool find_target(const Threadgroup& group,
       ByteHistory* history =
           observer.outputs[i] ? observer.outputs[i] + offset : nullptr;
       const bool is_constant = buffer.kind == CONSTANT;
-      target = {buffer.name, "buffer", offset,     buffer.bytes,
-                history,     false,    is_constant};
+      target = {buffer.name, "buffer", offset,      buffer.bytes,
+                history,     false,    is_constant, buffer.initialised != 0};
       return true;
     }
     const long distance = offset < 0 ? -offset : offset - long(buffer.bytes);
@@ -208,7 +210,8 @@ SIMULATOR_FUNCTION bool find_target(const Threadgroup& group,
   if (dladdr(address, &info) && info.dli_fbase) return false;
   if (!nearest) return false;
   const long offset = address - nearest->address;
-  target = {nearest->name, "buffer", offset, nearest->bytes, nullptr, false, false};
+  target = {nearest->name, "buffer", offset, nearest->bytes,
+            nullptr,       false,    false,  false};
   return true;
 }
 
@@ -229,8 +232,7 @@ SIMULATOR_FUNCTION void check_byte(Lane* me, const Target& target, ByteHistory& 
   }
   const bool written =
       target.is_threadgroup ? byte.write.group == now.group : byte.write.group != 0;
-  if (!writes && !written && (checks & UNINITIALISED) &&
-      (target.is_threadgroup || !me->group->launch->initialised)) {
+  if (!writes && !written && (checks & UNINITIALISED) && !target.initialised) {
     Report report(*me->group->launch);
     report.add_place(*me->group);
     report.add("uninitialised: thread %u reads %s %s at byte %ld (", me->thread,
@@ -310,8 +312,8 @@ SIMULATOR_FUNCTION void observe_access(Lane* me, const void* address, size_t byt
   observe(me, address, bytes, writes, site.file, uintptr_t(site.line), false);
 }
 SIMULATOR_FUNCTION void observe_atomic(Lane* me, const void* address, size_t bytes,
-                                       const Site& site) {
-  observe(me, address, bytes, true, site.file, uintptr_t(site.line), true);
+                                       bool writes, const Site& site) {
+  observe(me, address, bytes, writes, site.file, uintptr_t(site.line), true);
 }
 
 SIMULATOR_FUNCTION void observe_event(Lane* me, Event event) {

@@ -87,7 +87,6 @@ struct alignas(64) Simdgroup {
   uint32_t barriers;  // simdgroup barriers that ordered threadgroup memory
   uint32_t device_barriers;
   uint32_t computed;  // products done; the next one has this number + 1
-  uint32_t complete;  // products that every lane that has returned has taken part in
   // What the lanes bring to an operation and take from it. Two of each, used in turn:
   // a lane may bring its next value while others still take the last result.
   alignas(64) unsigned char slot[2][SIMD_WIDTH][16];
@@ -142,7 +141,8 @@ struct Buffer {
   unsigned char* address;
   size_t bytes;
   const char* name;
-  int kind;  // a BufferKind
+  int kind;         // a BufferKind
+  int initialised;  // it starts with values, not with poison
 };
 
 struct Launch {
@@ -156,7 +156,6 @@ struct Launch {
   unsigned host_threads;
   uint64_t* counters;  // of a checked build
   unsigned checks;     // of a checked build, a set of Check
-  int initialised;     // the outputs start with a value
   char* message;       // why the launch failed; empty if it did not
   size_t message_size;
   unsigned next_group;
@@ -330,12 +329,13 @@ SIMULATOR_FUNCTION Event mma_event(bfloat) { return MMA_BFLOAT; }
 #ifdef SIMULATOR_CHECKED
 void observe_access(Lane* me, const void* address, size_t bytes, bool writes,
                     const Site& site);
-void observe_atomic(Lane* me, const void* address, size_t bytes, const Site& site);
+void observe_atomic(Lane* me, const void* address, size_t bytes, bool writes,
+                    const Site& site);
 void observe_event(Lane* me, Event event);
 void observe_segment(Simdgroup& simd, Threadgroup& group);
 #else
 SIMULATOR_FUNCTION void observe_access(Lane*, const void*, size_t, bool, const Site&) {}
-SIMULATOR_FUNCTION void observe_atomic(Lane*, const void*, size_t, const Site&) {}
+SIMULATOR_FUNCTION void observe_atomic(Lane*, const void*, size_t, bool, const Site&) {}
 SIMULATOR_FUNCTION void observe_event(Lane*, Event) {}
 SIMULATOR_FUNCTION void observe_segment(Simdgroup&, Threadgroup&) {}
 #endif
@@ -506,7 +506,6 @@ SIMULATOR_FUNCTION void run_lane() {
   me->returned = true;
   simd.alive &= ~bit;
   simd.ready &= ~bit;
-  if (me->products < simd.complete) simd.complete = me->products;
   // lanes that wait at a simdgroup operation go on without this one
   if (simd.arrived && simd.arrived == simd.alive)
     simd.ready |= simd.arrived & (0u - simd.arrived);
@@ -550,7 +549,6 @@ SIMULATOR_FUNCTION void run_threadgroup(Threadgroup& group) {
     simd.members = lanes >= SIMD_WIDTH ? ~0u : (1u << lanes) - 1u;
     simd.alive = simd.ready = simd.members;
     simd.arrived = simd.waiting = simd.computed = 0;
-    simd.complete = lanes >= SIMD_WIDTH ? ~0u : 0u;
     simd.barriers = simd.device_barriers = 0;
     for (Product& product : simd.products)
       product.lanes = product.number = product.used_by = 0;
@@ -666,7 +664,28 @@ struct ReferenceArgument {
   }
 };
 
-// MSL 5.2.3: attributes of a kernel function's parameters, in the types MLX gives them.
+// A position in the number of dimensions and the integer type that the kernel declares.
+struct PositionArgument {
+  metal::uint3 position;
+  SIMULATOR_FUNCTION operator unsigned() const { return position.x; }
+  SIMULATOR_FUNCTION operator unsigned short() const { return position.x; }
+  SIMULATOR_FUNCTION operator metal::uint2() const {
+    return metal::uint2(position.x, position.y);
+  }
+  SIMULATOR_FUNCTION operator metal::ushort2() const {
+    return metal::ushort2(position.x, position.y);
+  }
+  SIMULATOR_FUNCTION operator metal::uint3() const { return position; }
+  SIMULATOR_FUNCTION operator metal::ushort3() const {
+    return metal::ushort3(position);
+  }
+};
+SIMULATOR_FUNCTION PositionArgument argument(const metal::uint3& position) {
+  return {position};
+}
+SIMULATOR_FUNCTION unsigned argument(unsigned index) { return index; }
+
+// MSL 5.2.3: attributes of a kernel function's parameters.
 SIMULATOR_FUNCTION metal::uint3 uint3_of(Position p) {
   return metal::uint3(p.x, p.y, p.z);
 }
