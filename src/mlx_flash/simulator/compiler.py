@@ -35,7 +35,7 @@ FLAGS = (
 # is compiled for the thread sanitizer but not linked with it. "fast_math" may reorder
 # sums and assumes that there are no infinities and no NaNs.
 BUILDS: dict[str, tuple[str, ...]] = {
-    "plain": ("-O3",),
+    "plain": (),
     "checked": ("-fsanitize=thread", "-g1", "-DSIMULATOR_CHECKED"),
     "fast_math": (
         "-fassociative-math",
