@@ -27,6 +27,7 @@ REPORTS = {
     "race:": "race",
     "bounds:": "bounds",
     "uninitialised:": "uninitialised",
+    "nothing initialised": "uninitialised",
     "diverged": "divergence",
     "outside buffer": "guard zones",
     "past the end of threadgroup array": "guard zones",

@@ -6,6 +6,7 @@ import pytest
 from test_execution import MATRIX_HEADER, launch
 
 from mlx_flash import simulator
+from mlx_flash.simulator import compiler
 
 A = mx.arange(64.0)
 
@@ -151,6 +152,23 @@ def test_planted_fault_is_reported_with_its_line(source, check, message, all_che
     checks = "all" if all_checks else check
     with pytest.raises(simulator.SimulatorError, match=message):
         launch(source, [A], (64,), threads=64, checks=checks)
+
+
+@pytest.mark.skipif(
+    "clang" in compiler.toolchain()[1].lower(),
+    reason="only GCC looks for variables without a value",
+)
+def test_variable_without_a_value_is_reported_with_its_line():
+    source = """
+    float sum;
+    for (uint i = 0; i < thread_index_in_simdgroup; ++i) sum += a[i];
+    out[thread_position_in_grid.x] = sum;
+    """
+    with pytest.raises(
+        simulator.SimulatorError,
+        match=r"nothing initialised:\n  source of test:4: .*sum",
+    ):
+        launch(source, [A], (64,), threads=64, checks="uninitialised")
 
 
 def test_ordered_kernel_passes_every_check():

@@ -28,16 +28,18 @@ FLAGS = (
     "-fno-rtti",
     # a * b + c stays two roundings wherever it is inlined, so that bits do not change
     "-ffp-contract=off",
-    "-w",
     "-pthread",
 )
 # How a kernel is built. "checked" reports every load and store (include/checks.h): it
 # is compiled for the thread sanitizer but not linked with it. "fast_math" may reorder
-# sums and assumes that there are no infinities and no NaNs.
+# sums and assumes that there are no infinities and no NaNs. "initialised" is "plain",
+# refused where the compiler sees a variable that may be read before it has a value.
 BUILDS: dict[str, tuple[str, ...]] = {
-    "plain": (),
-    "checked": ("-fsanitize=thread", "-g1", "-DSIMULATOR_CHECKED"),
+    "plain": ("-O3", "-w"),
+    "initialised": ("-O3", "-Werror=uninitialized", "-Werror=maybe-uninitialized"),
+    "checked": ("-w", "-fsanitize=thread", "-g1", "-DSIMULATOR_CHECKED"),
     "fast_math": (
+        "-w",
         "-fassociative-math",
         "-freciprocal-math",
         "-ffinite-math-only",
@@ -107,7 +109,8 @@ def build(text: str, name: str, kind: str = "plain") -> Path:
     and renames it into place, which is atomic.
 
     Raises:
-        SimulatorError: The text does not compile; the message shows the lines.
+        SimulatorError: The text does not compile, or not as this kind; the message
+            shows the lines.
     """
     library = cache_folder() / f"{digest(text, kind)}.so"
     if library.exists():
@@ -124,8 +127,11 @@ def build(text: str, name: str, kind: str = "plain") -> Path:
         ):
             result = subprocess.run(step, capture_output=True, text=True, check=False)
             if result.returncode:
+                problem = "does not compile"
+                if kind == "initialised":
+                    problem = "may read a variable that nothing initialised"
                 raise SimulatorError(
-                    f"[simulator] kernel {name!r} does not compile:\n"
+                    f"[simulator] kernel {name!r} {problem}:\n"
                     + explain(result.stderr, text)
                 )
         output.replace(library)
@@ -148,7 +154,7 @@ def explain(messages: str, text: str, limit: int = 8) -> str:
         file, line, message = match[1], int(match[2]), match[3]
         shown = lines.get((file, line), "").strip()
         found.append(f"  {Path(file).name}:{line}: {message}\n    {shown}".rstrip())
-    return "\n".join(found[:limit]) or messages
+    return "\n".join([*dict.fromkeys(found)][:limit]) or messages
 
 
 def numbered_lines(text: str) -> dict[tuple[str, int], str]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from mlx_flash.simulator import checks as checks_in_force
 from mlx_flash.simulator.checks import LaunchRecord, Options, check_names
+from mlx_flash.simulator.compiler import build
 from mlx_flash.simulator.errors import SimulatorError
 from mlx_flash.simulator.machine import (
     CONSTANT,
@@ -238,8 +239,12 @@ def launch(work: Work, options: Options, *, has_fixed_order: bool) -> list[mx.ar
     outputs, counters = run(work, kind, options)
     for records in options.records:
         records.append(LaunchRecord(work.name, work.grid, work.threadgroup, counters))
+    plain = "plain"
+    if "uninitialised" in options.checks:
+        plain = "initialised"
+        build(work.program, work.name, plain)
     if "schedule" in options.checks and has_fixed_order:
-        shuffled, _ = run(work, "plain", options, seed=options.seed)
+        shuffled, _ = run(work, plain, options, seed=options.seed)
         compare_schedules(work, outputs, shuffled, options.seed)
     if "fast_math" in options.checks:
         reordered, _ = run(work, "fast_math", options)
