@@ -1,69 +1,201 @@
 // mask: which keys a query sees. One predicate, and what it means for blocks.
 //
-// Causal is aligned bottom right: query i sees the keys j <= i + Tk - Tq.
-// Every kernel walks the blocks of a Range and asks block_visibility about each: blocks
-// outside the range are never loaded, and only PARTIAL ones pay for the predicate. A
-// query past Tq needs no mask: its q and dout are zeros, and its row is not stored.
+// Band       query i sees the keys i + low <= j <= i + high, where these are bounded:
+//            causal, sliding windows, and any offset between queries and keys.
+// Segments   equal ids see each other. The lowest and highest id of each block say which
+//            blocks cannot meet.
+// Array      [B, H, Tq, Tk] through its strides: bool (true is visible) or a number that
+//            is added to the score.
+// Blocks     Every kernel walks the blocks of a Range that may be visible, and asks
+//            block_visibility about each: others are never loaded, and only PARTIAL ones
+//            pay for the predicate. A query past Tq is hidden or has zeros for q and dout.
 
-template <bool CAUSAL>
-inline bool visible(Sizes n, int q_row, int k_col) {
-  return k_col < n.Tk && (!CAUSAL || k_col <= q_row + n.Tk - n.Tq);
-}
-
-struct Range {
-  int first, last;  // first <= i < last, in steps of a block
+struct NoSegments {};
+struct Segments {
+  const device int* q_ids;   // [B, Tq]
+  const device int* k_ids;   // [B, Tk]
+  const device int* own;     // [B, blocks of the kernel's own rows, 2] lowest, highest id
+  const device int* others;  // [B, blocks that are walked, 2]
+  int lowest, highest;       // of the own block
 };
 
-// Keys that some query of [q_first, q_first + BQ) sees.
-template <int BQ, bool CAUSAL>
-inline Range visible_keys(Sizes n, int q_first) {
-  const int q_last = minimum(q_first + BQ, n.Tq);
-  return Range{0, CAUSAL ? q_last + n.Tk - n.Tq : n.Tk};
+struct NoArray {
+  enum : int { EXISTS = 0 };
+};
+template <typename M>
+struct MaskArray {
+  enum : int { EXISTS = 1 };
+  const device M* data;
+  Strides stride;  // of B, H, Tq, Tk
+};
+
+template <bool LOW, bool HIGH, typename Ids, typename Array>
+struct Mask {
+  enum : int { HAS_LOW = LOW, HAS_HIGH = HIGH, HAS_ARRAY = Array::EXISTS };
+  int low, high;
+  Ids ids;
+  Array array;
+};
+
+// Before the other questions about blocks: the ids of this batch and of the own block.
+inline void select_block(thread NoSegments& ids, int own_blocks, int other_blocks,
+                         Worker at) {}
+inline void select_block(thread Segments& ids, int own_blocks, int other_blocks,
+                         Worker at) {
+  const long own = 2 * (long(at.batch) * own_blocks + at.block);
+  ids.lowest = ids.own[own];
+  ids.highest = ids.own[own + 1];
+  ids.others += 2 * long(at.batch) * other_blocks;
 }
 
-// Queries that see some key of [k_first, ...), starting at a whole block.
-template <int BQ, bool CAUSAL>
-inline Range visible_queries(Sizes n, int k_first) {
-  const int first = CAUSAL ? k_first - (n.Tk - n.Tq) : 0;
-  return Range{first > 0 ? first / BQ * BQ : 0, n.Tq};
+inline bool same_segment(NoSegments ids, Sizes n, int b, int q_row, int k_col) {
+  return true;
+}
+inline bool same_segment(Segments ids, Sizes n, int b, int q_row, int k_col) {
+  return ids.q_ids[long(b) * n.Tq + q_row] == ids.k_ids[long(b) * n.Tk + k_col];
+}
+
+template <typename M>
+inline M mask_element(MaskArray<M> mask, int b, int h, int q_row, int k_col) {
+  return mask.data[offset(mask.stride, b, h, q_row) + k_col * mask.stride.d];
+}
+
+inline bool shows(bool element) { return element; }
+template <typename M>
+inline bool shows(M element) {
+  return !(float(element) < HIDDEN);
+}
+inline bool array_shows(NoArray mask, int b, int h, int q_row, int k_col) {
+  return true;
+}
+template <typename M>
+inline bool array_shows(MaskArray<M> mask, int b, int h, int q_row, int k_col) {
+  return shows(mask_element(mask, b, h, q_row, k_col));
+}
+
+template <typename Mask>
+inline bool visible(Mask mask, Sizes n, int b, int h, int q_row, int k_col) {
+  return q_row < n.Tq && k_col < n.Tk &&
+         (!Mask::HAS_HIGH || k_col <= q_row + mask.high) &&
+         (!Mask::HAS_LOW || k_col >= q_row + mask.low) &&
+         same_segment(mask.ids, n, b, q_row, k_col) &&
+         array_shows(mask.array, b, h, q_row, k_col);
+}
+
+// Keys that some query of [q_first, q_first + BQ) sees in the band, from a whole block on.
+template <int BQ, int BK, typename Mask>
+inline Range visible_keys(Mask mask, Sizes n, int q_first) {
+  const int q_last = minimum(q_first + BQ, n.Tq);
+  const int first = Mask::HAS_LOW ? q_first + mask.low : 0;
+  const int last = Mask::HAS_HIGH ? q_last + mask.high : n.Tk;
+  return Range{first > 0 ? first / BK * BK : 0, minimum(last, n.Tk)};
+}
+
+// Queries that see some key of [k_first, k_first + BK), from a whole block on.
+template <int BQ, int BK, typename Mask>
+inline Range visible_queries(Mask mask, Sizes n, int k_first) {
+  const int k_last = minimum(k_first + BK, n.Tk);
+  const int first = Mask::HAS_HIGH ? k_first - mask.high : 0;
+  const int last = Mask::HAS_LOW ? k_last - mask.low : n.Tq;
+  return Range{first > 0 ? first / BQ * BQ : 0, minimum(last, n.Tq)};
 }
 
 enum Visibility : int { INVISIBLE, PARTIAL, FULL };
 
-template <bool CAUSAL>
-inline Visibility block_visibility(Sizes n, int q_first, int q_last, int k_first,
-                                   int k_last) {
-  const int diagonal = n.Tk - n.Tq;
+// Of the keys [k_first, k_last) to the queries [q_first, q_last).
+template <typename Mask>
+inline Visibility block_visibility(Mask mask, Sizes n, bool one_segment, int q_first,
+                                   int q_last, int k_first, int k_last) {
   if (q_first >= n.Tq || k_first >= n.Tk ||
-      (CAUSAL && k_first > q_last - 1 + diagonal)) {
+      (Mask::HAS_HIGH && k_first > q_last - 1 + mask.high) ||
+      (Mask::HAS_LOW && k_last - 1 < q_first + mask.low)) {
     return INVISIBLE;
   }
-  const bool full = k_last <= n.Tk && (!CAUSAL || k_last - 1 <= q_first + diagonal);
+  const bool full = !Mask::HAS_ARRAY && one_segment && k_last <= n.Tk &&
+                    (!Mask::HAS_HIGH || k_last - 1 <= q_first + mask.high) &&
+                    (!Mask::HAS_LOW || k_first >= q_last - 1 + mask.low);
   return full ? FULL : PARTIAL;
 }
 
-// Scores that a row may not see become MASKED; rows of the tile are queries.
-template <bool CAUSAL, int R, int C>
-inline void mask_scores(thread AccTile<R, C>& s, Sizes n, int q_first, int k_first,
-                        Worker at) {
+// The blocks that a threadgroup walks, numbered 0 <= i < count over all its heads.
+struct Blocks {
+  int first;     // number of the first one in its own head
+  int per_head;  // may be <= 0
+  int count;
+};
+
+// Whether all of block i and of the own block is one segment.
+inline bool one_segment(NoSegments ids, Blocks blocks, int i) { return true; }
+inline bool one_segment(Segments ids, Blocks blocks, int i) {
+  const device int* other = ids.others + 2 * (blocks.first + i % blocks.per_head);
+  return ids.lowest == ids.highest && other[0] == ids.lowest && other[1] == ids.lowest;
+}
+
+// The first block from i on whose ids the own block may meet; >= count if there is none.
+inline int next_block(NoSegments ids, Blocks blocks, int i, Worker at) { return i; }
+inline int next_block(Segments ids, Blocks blocks, int i, Worker at) {
+  for (; i < blocks.count; i += 32) {  // each lane asks about one block
+    const int mine = i + at.lane;
+    int found = blocks.count;
+    if (mine < blocks.count) {
+      const device int* other = ids.others + 2 * (blocks.first + mine % blocks.per_head);
+      if (other[0] <= ids.highest && ids.lowest <= other[1]) found = mine;
+    }
+    found = over_simd_min(found);
+    if (found < blocks.count) return found;
+  }
+  return i;
+}
+
+// The walk: block `now` is computed in this turn (none if < 0), `next` is staged, AHEAD
+// turns before its own.
+struct Walk {
+  int turn, now, next;
+};
+template <typename Ids>
+inline Walk first_turn(Ids ids, Blocks blocks, Worker at) {
+  const int next = next_block(ids, blocks, 0, at);
+  return Walk{-AHEAD, AHEAD ? -1 : next, next};
+}
+template <typename Ids>
+inline Walk next_turn(Walk walk, Ids ids, Blocks blocks, Worker at) {
+  const int next =
+      walk.next < blocks.count ? next_block(ids, blocks, walk.next + 1, at) : walk.next;
+  return Walk{walk.turn + 1, AHEAD ? walk.next : next, next};
+}
+
+// Additive masks: what they add to the scores, in base 2.
+template <bool TRANSPOSED, int R, int C>
+inline void add_array(thread AccTile<R, C>& s, NoArray mask, Sizes n, int b, int h,
+                      int q_first, int k_first, Worker at) {}
+template <bool TRANSPOSED, int R, int C>
+inline void add_array(thread AccTile<R, C>& s, MaskArray<bool> mask, Sizes n, int b,
+                      int h, int q_first, int k_first, Worker at) {}
+template <bool TRANSPOSED, int R, int C, typename M>
+inline void add_array(thread AccTile<R, C>& s, MaskArray<M> mask, Sizes n, int b, int h,
+                      int q_first, int k_first, Worker at) {
   UNROLL for (int i = 0; i < R; ++i) {
     UNROLL for (int j = 0; j < 2 * C; ++j) {
-      if (!visible<CAUSAL>(n, q_first + tile_row(at, i), k_first + tile_col(at, j))) {
-        s.set(i, j, MASKED);
+      const int q_row = q_first + (TRANSPOSED ? tile_col(at, j) : tile_row(at, i));
+      const int k_col = k_first + (TRANSPOSED ? tile_row(at, i) : tile_col(at, j));
+      if (q_row < n.Tq && k_col < n.Tk) {
+        const float x = float(mask_element(mask, b, h, q_row, k_col));
+        if (!(x < HIDDEN)) s.set(i, j, s.get(i, j) + x * LOG2_E);
       }
     }
   }
 }
 
-// The same for a transposed tile: rows are keys, columns are queries.
-template <bool CAUSAL, int R, int C>
-inline void mask_scores_transposed(thread AccTile<R, C>& s, Sizes n, int q_first,
-                                   int k_first, Worker at) {
+// `value` where a query does not see a key. The rows of the tile are queries, or, if it
+// is TRANSPOSED, keys.
+template <bool TRANSPOSED, int R, int C, typename Mask>
+inline void hide(thread AccTile<R, C>& x, float value, Mask mask, Sizes n, int b, int h,
+                 int q_first, int k_first, Worker at) {
   UNROLL for (int i = 0; i < R; ++i) {
     UNROLL for (int j = 0; j < 2 * C; ++j) {
-      if (!visible<CAUSAL>(n, q_first + tile_col(at, j), k_first + tile_row(at, i))) {
-        s.set(i, j, MASKED);
-      }
+      const int q_row = q_first + (TRANSPOSED ? tile_col(at, j) : tile_row(at, i));
+      const int k_col = k_first + (TRANSPOSED ? tile_row(at, i) : tile_col(at, j));
+      if (!visible(mask, n, b, h, q_row, k_col)) x.set(i, j, value);
     }
   }
 }

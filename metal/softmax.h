@@ -1,13 +1,37 @@
 // softmax: the running softmax of the forward, and its recomputation in the backward.
 //
-// Scores are in base 2: s = scale * log2(e) * q k^T (README.md eq. 1). No infinity is
+// Scores are in base 2: s = log2(e) * scale * q k^T (README.md eq. 1). No infinity is
 // ever an operand: a masked score is MASKED, and so is m in a row that sees no key.
 
-// Scores in base 2 from the product q k^T.
-template <int R, int C>
-inline void scale_scores(thread AccTile<R, C>& s, float scale) {
-  UNROLL for (int i = 0; i < R; ++i) { scale_row(s, i, scale * LOG2_E); }
+// Scores in base 2 from the product q k^T; with SOFTCAP, c tanh(x / c) of them (eq. 12).
+template <bool SOFTCAP, int R, int C>
+inline void scale_scores(thread AccTile<R, C>& s, float scale, float softcap) {
+  if (SOFTCAP) {
+    UNROLL for (int i = 0; i < R; ++i) {
+      UNROLL for (int j = 0; j < 2 * C; ++j) {
+        const float x = s.get(i, j) * (scale / softcap);
+        s.set(i, j, softcap * LOG2_E * hyperbolic_tangent(x));
+      }
+    }
+  } else {
+    UNROLL for (int i = 0; i < R; ++i) { scale_row(s, i, scale * LOG2_E); }
+  }
 }
+
+// The derivative of the cap, 1 - (s / c)^2, from the capped scores (eq. 13).
+template <int R, int C>
+inline void cap_slopes(thread AccTile<R, C>& slope, thread AccTile<R, C>& s,
+                       float softcap) {
+  UNROLL for (int i = 0; i < R; ++i) {
+    UNROLL for (int j = 0; j < 2 * C; ++j) {
+      const float t = s.get(i, j) * (1.0f / (softcap * LOG2_E));
+      slope.set(i, j, maximum(1.0f - t * t, 0.0f));  // 0, not NaN, for a score of NaN
+    }
+  }
+}
+
+// A sink's logit in base 2: a key without a value that every row of the head sees.
+inline float sink_score(float sink) { return sink < HIDDEN ? MASKED : sink * LOG2_E; }
 
 // Running maximum and sum of each row (eq. 2). l holds this lane's part of the sum
 // until finish: one reduction per row instead of one per block.
@@ -15,10 +39,11 @@ template <int R>
 struct OnlineSoftmax {
   RowValues<R> m, l;
 
-  inline void begin() thread {
+  // `sink` is the score of the head's sink, or MASKED.
+  inline void begin(float sink, Worker at) thread {
     UNROLL for (int i = 0; i < R; ++i) {
-      m.value[i] = MASKED;
-      l.value[i] = 0.0f;
+      m.value[i] = sink;
+      l.value[i] = sink != MASKED && tile_col(at, 0) == 0 ? 1.0f : 0.0f;
     }
   }
 
@@ -54,15 +79,14 @@ struct OnlineSoftmax {
   }
 };
 
-// lse in base 2. For an empty row (-inf) a number so high that exp2(s - lse) is 0.
-inline float lse_base_2(float lse) { return lse < MASKED ? -MASKED : lse * LOG2_E; }
-
-// s becomes p = exp2(s - lse) (eq. 5); `lse` gives one number per row or per column.
+// s becomes p = exp2(s - lse) (eq. 5); `lse` in base 2 gives one number per row or per
+// column, NO_GRADIENT for a row that has none, whatever its scores are.
 template <int R, int C, typename Values>
 inline void probabilities(thread AccTile<R, C>& s, thread Values& lse) {
   UNROLL for (int i = 0; i < R; ++i) {
     UNROLL for (int j = 0; j < 2 * C; ++j) {
-      s.set(i, j, power_of_2(s.get(i, j) - lse_base_2(lse.at_slot(i, j))));
+      const float shift = lse.at_slot(i, j);
+      s.set(i, j, shift == NO_GRADIENT ? 0.0f : power_of_2(s.get(i, j) - shift));
     }
   }
 }
@@ -75,5 +99,20 @@ inline void score_gradients(thread AccTile<R, C>& dp, thread AccTile<R, C>& p,
     UNROLL for (int j = 0; j < 2 * C; ++j) {
       dp.set(i, j, p.get(i, j) * (dp.get(i, j) - delta.at_slot(i, j)));
     }
+  }
+}
+
+// x *= y, element by element.
+template <int R, int C>
+inline void multiply(thread AccTile<R, C>& x, thread AccTile<R, C>& y) {
+  UNROLL for (int i = 0; i < R; ++i) {
+    UNROLL for (int j = 0; j < 2 * C; ++j) { x.set(i, j, x.get(i, j) * y.get(i, j)); }
+  }
+}
+// x += y, element by element.
+template <int R, int C>
+inline void add(thread AccTile<R, C>& x, thread AccTile<R, C>& y) {
+  UNROLL for (int i = 0; i < R; ++i) {
+    UNROLL for (int j = 0; j < 2 * C; ++j) { x.set(i, j, x.get(i, j) + y.get(i, j)); }
   }
 }

@@ -6,9 +6,13 @@
 // Tiles      R x C fragments in registers. A simdgroup owns 8 * R rows; in an AccTile a
 //            lane sees R row slots and 2 * C column slots, and asks for their place
 //            with tile_row and tile_col: per-row numbers are plain floats per lane.
+// Parts      Where one simdgroup cannot hold 8 * R rows of D columns, DS of them share
+//            these rows: each holds its part of the columns, and sum_parts completes the
+//            sums over D.
 // Shared     Rows in threadgroup memory stand RowStride apart: an odd multiple of 16
 //            bytes, which keeps fragment loads of 16-bit types free of bank conflicts.
-// Edges      Rows past the end of an array read as zeros and are never stored.
+// Edges      Rows past the end of an array, and columns from D to Width<D, DS>, read as
+//            zeros and are never stored.
 
 #include <metal_simdgroup>
 #include <metal_simdgroup_matrix>
@@ -16,14 +20,14 @@
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 enum : int {
-  TOGETHER = 1,  // simdgroups that must take the same branches
-  AHEAD = 0,     // blocks that are staged before their turn
+  AHEAD = 0,  // blocks that are staged before their turn
   SLOTS = AHEAD + 1,
 };
 
-// Who runs: the place in the threadgroup, and the threadgroup's place in the grid.
+// Who runs: the place in the threadgroup (row group simd, its part of the columns), and
+// the threadgroup's place in the grid.
 struct Worker {
-  int thread_index, simd, lane;
+  int thread_index, simd, part, lane;
   int block, head, batch;
 };
 
@@ -35,15 +39,23 @@ template <int R>
 inline int first_row(Worker at) {
   return at.simd * 8 * R;
 }
-// The same for the first of the simdgroups that must take the same branches.
-template <int R>
-inline int first_row_together(Worker at) {
-  return first_row<R>(at);
+// Rows of all simdgroups that must take the same branches, of ROWS in the threadgroup:
+// those that meet at the barrier of sum_parts.
+template <int R, int DS, int ROWS>
+inline Range rows_together(Worker at) {
+  const int first = first_row<R>(at);
+  return DS == 1 ? Range{first, first + 8 * R} : Range{0, ROWS};
 }
 inline int tile_row(Worker at, int i) { return 8 * i + frag_row(at.lane); }
 inline int tile_col(Worker at, int j) {
   return 8 * (j / 2) + frag_col(at.lane) + j % 2;
 }
+
+// Columns that a tile has for D columns of an array.
+template <int D, int DS>
+struct Width {
+  enum : int { value = (D + 8 * DS - 1) / (8 * DS) * (8 * DS) };
+};
 
 template <typename T, int D>
 struct RowStride {
@@ -52,6 +64,7 @@ struct RowStride {
 
 inline float power_of_2(float x) { return metal::fast::exp2(x); }
 inline float log_base_2(float x) { return metal::precise::log2(x); }
+inline float hyperbolic_tangent(float x) { return metal::precise::tanh(x); }
 inline float maximum(float a, float b) { return metal::max(a, b); }
 inline int minimum(int a, int b) { return metal::min(a, b); }
 inline float minus_infinity() { return -INFINITY; }
@@ -132,6 +145,8 @@ inline float over_row_sum(float x) {
   x += metal::simd_shuffle_xor(x, ushort(1));
   return x + metal::simd_shuffle_xor(x, ushort(8));
 }
+// The smallest over all lanes.
+inline int over_simd_min(int x) { return metal::simd_min(x); }
 
 template <int R, int C>
 inline float row_max(thread AccTile<R, C>& x, int i) {
@@ -140,9 +155,9 @@ inline float row_max(thread AccTile<R, C>& x, int i) {
   return over_row_max(m);
 }
 
-// Sum over d of x * y, for the row slot i.
+// This lane's part of the sum of x * y over the columns, for the row slot i.
 template <typename T, int R, int C>
-inline float row_dot(thread RowTile<T, R, C>& x, thread RowTile<T, R, C>& y, int i) {
+inline float lane_dot(thread RowTile<T, R, C>& x, thread RowTile<T, R, C>& y, int i) {
   float sum = 0.0f;
   UNROLL for (int c = 0; c < C; ++c) {
     UNROLL for (int e = 0; e < 2; ++e) {
@@ -150,38 +165,50 @@ inline float row_dot(thread RowTile<T, R, C>& x, thread RowTile<T, R, C>& y, int
              float(y.frag[i][c].thread_elements()[e]);
     }
   }
-  return over_row_sum(sum);
+  return sum;
 }
-
-// acc += a b^T, the rows of b in threadgroup memory.
-template <typename T, int R, int C, int K>
-inline void mma_abt(thread AccTile<R, K>& acc, thread RowTile<T, R, C>& a,
-                    const threadgroup T* b_tg) {
-  enum : int { LD = RowStride<T, 8 * C>::value };
+// How many of this lane's elements in the row slot i are not 0.
+template <typename T, int R, int C>
+inline float lane_nonzeros(thread RowTile<T, R, C>& x, int i) {
+  float n = 0.0f;
   UNROLL for (int c = 0; c < C; ++c) {
-    UNROLL for (int k = 0; k < K; ++k) {
-      metal::simdgroup_matrix<T, 8, 8> b;
-      metal::simdgroup_load(b, b_tg + 8 * k * LD + 8 * c, LD, metal::ulong2(0), true);
-      UNROLL for (int r = 0; r < R; ++r) {
-        metal::simdgroup_multiply_accumulate(acc.frag[r][k], a.frag[r][c], b,
-                                             acc.frag[r][k]);
-      }
+    UNROLL for (int e = 0; e < 2; ++e) {
+      n += float(x.frag[i][c].thread_elements()[e]) == 0.0f ? 0.0f : 1.0f;
     }
   }
+  return n;
 }
 
-template <typename T, int R, int C, int K>
-inline void mma_abt(thread AccTile<R, K>& acc, thread SharedRowTile<T, R, C>& a,
-                    const threadgroup T* b_tg) {
-  enum : int { LD = RowStride<T, 8 * C>::value };
+// This simdgroup's fragment of column c, of one row slot, as a left operand.
+template <int W, typename T, int R, int C>
+inline metal::simdgroup_matrix<T, 8, 8> left_fragment(thread RowTile<T, R, C>& a, int r,
+                                                      int c) {
+  return a.frag[r][c];
+}
+template <int W, typename T, int R, int C>
+inline metal::simdgroup_matrix<T, 8, 8> left_fragment(thread SharedRowTile<T, R, C>& a,
+                                                      int r, int c) {
+  enum : int { LD = RowStride<T, W>::value };
+  metal::simdgroup_matrix<T, 8, 8> x;
+  metal::simdgroup_load(x, a.rows_tg + 8 * r * LD + 8 * c, LD);
+  return x;
+}
+
+// acc += a b^T for this part of the columns, the rows of b, W wide, in threadgroup memory.
+template <int W, template <typename, int, int> class Left, typename T, int R, int C,
+          int K>
+inline void mma_abt(thread AccTile<R, K>& acc, thread Left<T, R, C>& a,
+                    const threadgroup T* b_tg, Worker at) {
+  enum : int { LD = RowStride<T, W>::value };
   UNROLL for (int c = 0; c < C; ++c) {
     RowTile<T, R, 1> a_column;
     UNROLL for (int r = 0; r < R; ++r) {
-      metal::simdgroup_load(a_column.frag[r][0], a.rows_tg + 8 * r * LD + 8 * c, LD);
+      a_column.frag[r][0] = left_fragment<W>(a, r, c);
     }
     UNROLL for (int k = 0; k < K; ++k) {
       metal::simdgroup_matrix<T, 8, 8> b;
-      metal::simdgroup_load(b, b_tg + 8 * k * LD + 8 * c, LD, metal::ulong2(0), true);
+      metal::simdgroup_load(b, b_tg + 8 * k * LD + 8 * (at.part * C + c), LD,
+                            metal::ulong2(0), true);
       UNROLL for (int r = 0; r < R; ++r) {
         metal::simdgroup_multiply_accumulate(acc.frag[r][k], a_column.frag[r][0], b,
                                              acc.frag[r][k]);
@@ -190,15 +217,15 @@ inline void mma_abt(thread AccTile<R, K>& acc, thread SharedRowTile<T, R, C>& a,
   }
 }
 
-// acc += a b, the rows of b in threadgroup memory.
-template <typename T, int R, int K, int C>
+// acc += a b for this part of the columns, the rows of b, W wide, in threadgroup memory.
+template <int W, typename T, int R, int K, int C>
 inline void mma_ab(thread AccTile<R, C>& acc, thread RowTile<T, R, K>& a,
-                   const threadgroup T* b_tg) {
-  enum : int { LD = RowStride<T, 8 * C>::value };
+                   const threadgroup T* b_tg, Worker at) {
+  enum : int { LD = RowStride<T, W>::value };
   UNROLL for (int k = 0; k < K; ++k) {
     UNROLL for (int c = 0; c < C; ++c) {
       metal::simdgroup_matrix<T, 8, 8> b;
-      metal::simdgroup_load(b, b_tg + 8 * k * LD + 8 * c, LD);
+      metal::simdgroup_load(b, b_tg + 8 * k * LD + 8 * (at.part * C + c), LD);
       UNROLL for (int r = 0; r < R; ++r) {
         metal::simdgroup_multiply_accumulate(acc.frag[r][c], a.frag[r][k], b,
                                              acc.frag[r][c]);
@@ -207,15 +234,45 @@ inline void mma_ab(thread AccTile<R, C>& acc, thread RowTile<T, R, K>& a,
   }
 }
 
-// Rows [row, row + ROWS) of head (b, h) to threadgroup memory, by THREADS threads, 16
-// bytes at a time. Rows from n_rows on become zeros. A staged_sync completes them.
-template <int ROWS, int D, int THREADS, typename T>
+// The sum of x over the DS parts, the same bits in each of them. All threads of the
+// threadgroup take part; parts_tg holds 64 R C floats for each simdgroup, and may be
+// written again after one more barrier.
+template <int DS, int R, int C>
+inline void sum_parts(thread AccTile<R, C>& x, threadgroup float* parts_tg, Worker at) {
+  if (DS > 1) {
+    threadgroup float* first_tg = parts_tg + at.simd * DS * 64 * R * C;
+    UNROLL for (int r = 0; r < R; ++r) {
+      UNROLL for (int c = 0; c < C; ++c) {
+        const int place = ((at.part * R + r) * C + c) * 64;
+        metal::simdgroup_store(x.frag[r][c], first_tg + place, 8);
+      }
+    }
+    threadgroup_sync();
+    UNROLL for (int r = 0; r < R; ++r) {
+      UNROLL for (int c = 0; c < C; ++c) {
+        metal::simdgroup_load(x.frag[r][c], first_tg + (r * C + c) * 64, 8);
+        UNROLL for (int part = 1; part < DS; ++part) {
+          metal::simdgroup_matrix<float, 8, 8> other;
+          metal::simdgroup_load(other, first_tg + ((part * R + r) * C + c) * 64, 8);
+          UNROLL for (int e = 0; e < 2; ++e) {
+            x.frag[r][c].thread_elements()[e] += other.thread_elements()[e];
+          }
+        }
+      }
+    }
+  }
+}
+
+// Rows [row, row + ROWS) of head (b, h) to rows of W >= D columns in threadgroup memory,
+// by THREADS threads, 16 bytes at a time. Rows from n_rows on and columns from D on
+// become zeros, and where NAN_AS_ZERO, every NaN. A staged_sync completes them.
+template <int ROWS, int D, int W, int THREADS, bool NAN_AS_ZERO, typename T>
 inline void stage(threadgroup T* to_tg, Operand<T> from, int b, int h, int row,
                   int n_rows, int thread_index) {
   enum : int {
-    CHUNK = RowStride<T, D>::CHUNK,
-    LD = RowStride<T, D>::value,
-    CHUNKS_PER_ROW = D / CHUNK,
+    CHUNK = RowStride<T, W>::CHUNK,
+    LD = RowStride<T, W>::value,
+    CHUNKS_PER_ROW = W / CHUNK,
   };
   const device T* head = from.data + offset(from.stride, b, h, row);
   for (int i = thread_index; i < ROWS * CHUNKS_PER_ROW; i += THREADS) {
@@ -223,64 +280,94 @@ inline void stage(threadgroup T* to_tg, Operand<T> from, int b, int h, int row,
     const int d = i % CHUNKS_PER_ROW * CHUNK;
     threadgroup T* chunk_tg = to_tg + r * LD + d;
     const device T* chunk = head + r * from.stride.t + d * from.stride.d;
-    if (row + r >= n_rows) {
-      UNROLL for (int e = 0; e < CHUNK; ++e) { chunk_tg[e] = T(0.0f); }
+    const int columns = row + r < n_rows ? D - d : 0;
+    if (columns < CHUNK) {
+      UNROLL for (int e = 0; e < CHUNK; ++e) {
+        chunk_tg[e] = e < columns ? chunk[e * from.stride.d] : T(0.0f);
+      }
     } else if (from.stride.d == 1) {
       UNROLL for (int e = 0; e < CHUNK; ++e) { chunk_tg[e] = chunk[e]; }
     } else {
       UNROLL for (int e = 0; e < CHUNK; ++e) { chunk_tg[e] = chunk[e * from.stride.d]; }
     }
-  }
-}
-
-// Tile of ROWS rows, among the SLOTS that take turns, that a block is staged in.
-template <int ROWS, int D, typename T>
-inline threadgroup T* slot(threadgroup T* tiles_tg, int block) {
-  return tiles_tg + block % SLOTS * ROWS * RowStride<T, D>::value;
-}
-
-// This simdgroup's rows [row, row + 8 R) of head (b, h), in registers.
-template <typename T, int R, int C>
-inline void load_rows(thread RowTile<T, R, C>& x, Operand<T> from, int b, int h,
-                      int row, int n_rows, Worker at) {
-  UNROLL for (int r = 0; r < R; ++r) {
-    const int t = row + tile_row(at, r);
-    const device T* first = from.data + offset(from.stride, b, h, t);
-    UNROLL for (int c = 0; c < C; ++c) {
-      UNROLL for (int e = 0; e < 2; ++e) {
-        const int d = tile_col(at, 2 * c + e);
-        x.frag[r][c].thread_elements()[e] =
-            t < n_rows ? first[d * from.stride.d] : T(0.0f);
+    if (NAN_AS_ZERO) {
+      UNROLL for (int e = 0; e < CHUNK; ++e) {
+        const float x = float(chunk_tg[e]);
+        if (x != x) chunk_tg[e] = T(0.0f);
       }
     }
   }
 }
 
-// The same rows as a left operand: in registers (rows_tg is not used), or in rows_tg; a
-// threadgroup_sync must come before their first use.
-template <typename T, int R, int C>
+// Tile of ROWS rows of W columns, among the SLOTS that take turns, that the block of a
+// turn is staged in.
+template <int ROWS, int W, typename T>
+inline threadgroup T* slot(threadgroup T* tiles_tg, int turn) {
+  return tiles_tg + turn % SLOTS * ROWS * RowStride<T, W>::value;
+}
+
+// This simdgroup's rows [row, row + 8 R) of head (b, h) in registers, from `column` on.
+template <int D, typename T, int R, int C>
+inline void load_rows(thread RowTile<T, R, C>& x, Operand<T> from, int b, int h,
+                      int row, int n_rows, int column, Worker at) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    const int t = row + tile_row(at, r);
+    const device T* first = from.data + offset(from.stride, b, h, t);
+    UNROLL for (int c = 0; c < C; ++c) {
+      UNROLL for (int e = 0; e < 2; ++e) {
+        const int d = column + tile_col(at, 2 * c + e);
+        const bool exists = t < n_rows && d < D;
+        x.frag[r][c].thread_elements()[e] =
+            exists ? first[d * from.stride.d] : T(0.0f);
+      }
+    }
+  }
+}
+
+// The same rows as a left operand, this part of the columns: in registers (rows_tg is
+// not used), or in rows_tg, in rows of W columns; a threadgroup_sync must come before
+// their first use.
+template <int D, int W, typename T, int R, int C>
 inline void load_left(thread RowTile<T, R, C>& x, threadgroup T* rows_tg,
                       Operand<T> from, int b, int h, int row, int n_rows, Worker at) {
-  load_rows(x, from, b, h, row, n_rows, at);
+  load_rows<D>(x, from, b, h, row, n_rows, at.part * 8 * C, at);
 }
-template <typename T, int R, int C>
+template <int D, int W, typename T, int R, int C>
 inline void load_left(thread SharedRowTile<T, R, C>& x, threadgroup T* rows_tg,
                       Operand<T> from, int b, int h, int row, int n_rows, Worker at) {
-  threadgroup T* mine_tg = rows_tg + first_row<R>(at) * RowStride<T, 8 * C>::value;
-  stage<8 * R, 8 * C, 32>(mine_tg, from, b, h, row, n_rows, at.lane);
+  static_assert(W == 8 * C, "rows in threadgroup memory have one part");
+  threadgroup T* mine_tg = rows_tg + first_row<R>(at) * RowStride<T, W>::value;
+  stage<8 * R, D, W, 32, false>(mine_tg, from, b, h, row, n_rows, at.lane);
   x.rows_tg = mine_tg;
 }
 
 // The tile's rows to an output at `to`, the head's row 0; row_step elements lie between
-// rows. Rows from n_rows on are not stored.
-template <typename T, int R, int C>
+// rows. Rows from n_rows on and columns from D on are not stored.
+template <int D, typename T, int R, int C>
 inline void store_rows(device T* to, long row_step, thread AccTile<R, C>& x, int row,
                        int n_rows, Worker at) {
   UNROLL for (int r = 0; r < R; ++r) {
     const int t = row + tile_row(at, r);
     if (t < n_rows) {
       UNROLL for (int j = 0; j < 2 * C; ++j) {
-        to[t * row_step + tile_col(at, j)] = T(x.get(r, j));
+        const int d = at.part * 8 * C + tile_col(at, j);
+        if (d < D) to[t * row_step + d] = T(x.get(r, j));
+      }
+    }
+  }
+}
+
+// The tile to the place (row, col) of a row-contiguous [n_rows, n_cols] output, by the
+// first part. Nothing is stored outside.
+template <typename T, int R, int C>
+inline void store_tile(device T* to, thread AccTile<R, C>& x, int row, int n_rows,
+                       int col, int n_cols, Worker at) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    const int t = row + tile_row(at, r);
+    UNROLL for (int j = 0; j < 2 * C; ++j) {
+      const int u = col + tile_col(at, j);
+      if (t < n_rows && u < n_cols && at.part == 0) {
+        to[long(t) * n_cols + u] = T(x.get(r, j));
       }
     }
   }
@@ -314,7 +401,7 @@ inline void store_row_values(device float* to, thread RowValues<R>& x, int row,
                              int n_rows, Worker at) {
   UNROLL for (int r = 0; r < R; ++r) {
     const int t = row + tile_row(at, r);
-    if (t < n_rows && tile_col(at, 0) == 0) {
+    if (t < n_rows && tile_col(at, 0) == 0 && at.part == 0) {
       to[t] = x.value[r];
     }
   }

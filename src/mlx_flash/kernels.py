@@ -1,13 +1,16 @@
-"""The four kernels as MLX operations: builds each call, chains them."""
+"""The kernels as MLX operations: what each launch is given, and how they chain."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import mlx.core as mx
 
-from mlx_flash import tiles
-from mlx_flash.launch import KernelCall, run
+from mlx_flash import splitting, tiles
+from mlx_flash.launch import Kernel, KernelCall, Scratch, run
+from mlx_flash.options import Options
 
 HEADERS = ("common", "tile", "mask", "softmax")
 
@@ -16,13 +19,108 @@ class LaneMapError(RuntimeError):
     """The GPU spreads a simdgroup matrix over its lanes in an unknown way."""
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What changes the text of a kernel. Lengths never do.
+
+    Attributes:
+        dtype: Of q, k, v.
+        D: Head dim of q and k.
+        DV: Head dim of v.
+        low: The band is bounded below (a window).
+        high: The band is bounded above (causal).
+        segments: There are segment ids.
+        mask: Dtype of the array mask, if there is one.
+        softcap: Scores are capped.
+        sinks: There are sinks.
+        gpu: ``"metal"`` or ``"cuda"``.
+    """
+
+    dtype: mx.Dtype
+    D: int
+    DV: int
+    low: bool = False
+    high: bool = False
+    segments: bool = False
+    mask: mx.Dtype | None = None
+    softcap: bool = False
+    sinks: bool = False
+    gpu: str = "metal"
+
+    def tile(self, kernel: str) -> tiles.Tile:
+        """The tile of one of its kernels."""
+        return tiles.tile(kernel, max(self.D, self.DV), self.dtype.size, self.gpu)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The inputs of one attention: the arrays and numbers of ``attention_forward``."""
+
+    q: mx.array
+    k: mx.array
+    v: mx.array
+    options: Options
+    mask: mx.array | None = None
+    q_segments: mx.array | None = None
+    k_segments: mx.array | None = None
+    sinks: mx.array | None = None
+    gpu: str = "metal"
+
+    @property
+    def variant(self) -> Variant:
+        """Its kernels."""
+        return Variant(
+            self.q.dtype,
+            self.q.shape[3],
+            self.v.shape[3],
+            self.options.low is not None,
+            self.options.high is not None,
+            self.q_segments is not None,
+            None if self.mask is None else self.mask.dtype,
+            self.options.softcap is not None,
+            self.sinks is not None,
+            self.gpu,
+        )
+
+    def queries(self, rows: slice) -> Problem:
+        """The part of the problem that some query rows are."""
+        return replace(
+            self,
+            q=self.q[:, :, rows],
+            options=self.options.shifted(rows.start),
+            mask=part(self.mask, rows, axis=2),
+            q_segments=part(self.q_segments, rows, axis=1),
+        )
+
+    def keys(self, rows: slice) -> Problem:
+        """The part of the problem that some keys are."""
+        return replace(
+            self,
+            k=self.k[:, :, rows],
+            v=self.v[:, :, rows],
+            options=self.options.shifted(-rows.start),
+            mask=part(self.mask, rows, axis=3),
+            k_segments=part(self.k_segments, rows, axis=1),
+        )
+
+
+def part(x: mx.array | None, rows: slice, axis: int) -> mx.array | None:
+    """Rows of an array along an axis, all of it where it has one element there."""
+    if x is None or x.shape[axis] == 1:
+        return x
+    return x[(slice(None),) * axis + (rows,)]
+
+
 def attention_forward(
     q: mx.array,
     k: mx.array,
     v: mx.array,
     *,
-    scale: float,
-    causal: bool,
+    options: Options,
+    mask: mx.array | None = None,
+    q_segments: mx.array | None = None,
+    k_segments: mx.array | None = None,
+    sinks: mx.array | None = None,
     backend: str,
     precise: bool = False,
 ) -> tuple[mx.array, mx.array]:
@@ -31,7 +129,13 @@ def attention_forward(
     gpu = gpu_of(backend)
     if gpu == "metal":
         check_lane_map(backend)
-    out, lse = run(forward_call(q, k, v, scale, causal, gpu), backend, precise)
+    problem = Problem(q, k, v, options, mask, q_segments, k_segments, sinks, gpu)
+
+    def launch(rows: slice) -> list[mx.array]:
+        return run(forward_call(problem.queries(rows)), backend, precise)
+
+    pieces = query_pieces(problem, "attention_forward", backend)
+    out, lse = joined(map(launch, pieces), axes=(1, 2))
     return out.transpose(0, 2, 1, 3), lse
 
 
@@ -44,26 +148,116 @@ def attention_backward(
     dout: mx.array,
     dlse: mx.array,
     *,
-    scale: float,
-    causal: bool,
+    options: Options,
+    mask: mx.array | None = None,
+    q_segments: mx.array | None = None,
+    k_segments: mx.array | None = None,
+    sinks: mx.array | None = None,
     backend: str,
     precise: bool = False,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Gradients of q, k, v; the contract of ``reference.attention_backward``."""
+) -> dict[str, mx.array]:
+    """Gradients by name; the contract of ``reference.attention_backward``."""
     gpu = gpu_of(backend)
-    (delta,) = run(delta_call(out, dout, dlse, gpu), backend, precise)
-    arguments = q, k, v, dout, lse, delta, scale, causal, gpu
-    (dq,) = run(dq_call(*arguments), backend, precise)
-    if tiles.fuses_dk_and_dv(q.shape[3], q.itemsize, gpu):
-        dk, dv = run(dkv_call(*arguments), backend, precise)
+    problem = Problem(q, k, v, options, mask, q_segments, k_segments, sinks, gpu)
+    delta, lse2 = run(delta_call(out, dout, lse, dlse, gpu), backend, precise)
+
+    def dq_of(rows: slice) -> list[mx.array]:
+        row_inputs = dout[:, :, rows], lse2[:, :, rows], delta[:, :, rows]
+        return run(dq_call(problem.queries(rows), *row_inputs), backend, precise)
+
+    def dkv_of(kernel: str) -> list[mx.array]:
+        def launch(rows: slice) -> list[mx.array]:
+            call = dkv_call(problem.keys(rows), dout, lse2, delta, kernel)
+            return run(call, backend, precise)
+
+        pieces = key_pieces(problem, kernel, backend)
+        return joined(map(launch, pieces), axes=(1, 1))
+
+    (dq,) = joined(map(dq_of, query_pieces(problem, "attention_dq", backend)), (1,))
+    D, DV = q.shape[3], v.shape[3]
+    if tiles.fuses_dk_and_dv(max(D, DV), q.itemsize, gpu):
+        dk, dv = dkv_of("attention_dkv")
     else:
-        (dk,) = run(dkv_call(*arguments, with_dv=False), backend, precise)
-        (dv,) = run(dkv_call(*arguments, with_dk=False), backend, precise)
-    return (
-        dq.transpose(0, 2, 1, 3),
-        dk.transpose(0, 2, 1, 3),
-        dv.transpose(0, 2, 1, 3),
-    )
+        (dk,), (dv,) = dkv_of("attention_dk"), dkv_of("attention_dv")
+    gradients = {
+        "q": dq.transpose(0, 2, 1, 3),
+        "k": dk.transpose(0, 2, 1, 3),
+        "v": dv.transpose(0, 2, 1, 3),
+    }
+    if mask is not None and mask.dtype != mx.bool_:
+        gradients["mask"] = mask_gradient(
+            problem, mask, dout, lse2, delta, backend, precise
+        )
+    if sinks is not None:
+        p = mx.exp(sinks.astype(mx.float32)[:, None] - lse)
+        # a row that passes no gradient (delta = 0) may hold any lse
+        dz = mx.where(delta == 0.0, 0.0, -p * delta).sum(axis=(0, 2))  # (15)
+        gradients["sinks"] = dz.astype(sinks.dtype)
+    return gradients
+
+
+def mask_gradient(
+    problem: Problem,
+    mask: mx.array,
+    dout: mx.array,
+    lse2: mx.array,
+    delta: mx.array,
+    backend: str,
+    precise: bool,
+) -> mx.array:
+    """Gradient of an additive mask, in its shape."""
+    sums_q, sums_k = (mask.shape[axis] == 1 for axis in (2, 3))
+
+    def launch(rows: slice) -> list[mx.array]:
+        if sums_q:
+            call = dmask_call(problem.keys(rows), dout, lse2, delta)
+        else:
+            row_inputs = dout[:, :, rows], lse2[:, :, rows], delta[:, :, rows]
+            call = dmask_call(problem.queries(rows), *row_inputs)
+        return run(call, backend, precise)
+
+    if not sums_q:
+        pieces, axis = query_pieces(problem, "attention_dq", backend), 2
+    elif not sums_k:
+        pieces, axis = key_pieces(problem, "attention_dq", backend), 3
+    else:
+        pieces, axis = [slice(0, problem.k.shape[2])], 3
+    (dmask,) = joined(map(launch, pieces), (axis,))
+    summed = [axis for axis, sums in ((2, sums_q), (3, sums_k)) if sums]
+    if summed:
+        dmask = dmask.sum(axis=summed, keepdims=True)
+    return dmask.astype(mask.dtype)
+
+
+def joined(pieces: Iterator[list[mx.array]], axes: tuple[int, ...]) -> list[mx.array]:
+    """The outputs of several launches as those of one."""
+    outputs = list(zip(*pieces, strict=True))
+    return [
+        x[0] if len(x) == 1 else mx.concatenate(x, axis=axis)
+        for x, axis in zip(outputs, axes, strict=False)
+    ]
+
+
+def query_pieces(problem: Problem, kernel: str, backend: str) -> list[slice]:
+    """The query rows of each launch."""
+    tile = problem.variant.tile(kernel)
+    B, H, Tq, _ = problem.q.shape
+    Tk, options = problem.k.shape[2], problem.options
+    low, high = options.low, options.high
+    columns = B * H * (problem.q.shape[3] + problem.v.shape[3])
+    return splitting.pieces(Tq, Tk, low, high, tile.rows, columns, backend)
+
+
+def key_pieces(problem: Problem, kernel: str, backend: str) -> list[slice]:
+    """The keys of each launch."""
+    tile = problem.variant.tile(kernel)
+    B, H, Tq, _ = problem.q.shape
+    Tk, options = problem.k.shape[2], problem.options
+    # key j sees the queries i with -high <= i - j <= -low
+    low = None if options.high is None else -options.high
+    high = None if options.low is None else -options.low
+    columns = B * H * (problem.q.shape[3] + problem.v.shape[3])
+    return splitting.pieces(Tk, Tq, low, high, tile.rows, columns, backend)
 
 
 def gpu_of(backend: str) -> str:
@@ -71,203 +265,407 @@ def gpu_of(backend: str) -> str:
     return "cuda" if backend == "cuda" else "metal"
 
 
-def forward_call(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    scale: float,
-    causal: bool,
-    gpu: str = "metal",
-) -> KernelCall:
-    """``attention_forward``: out ``[B, Tq, H, D]`` and lse ``[B, H, Tq]``."""
-    B, H, Tq, D = q.shape
-    tile = tiles.tile("attention_forward", D, q.itemsize, gpu)
+def forward_call(problem: Problem) -> KernelCall:
+    """``attention_forward``: out ``[B, Tq, H, DV]`` and lse ``[B, H, Tq]``."""
+    B, H, Tq, _ = problem.q.shape
+    variant = problem.variant
+    tile = variant.tile("attention_forward")
+    inputs = [at_least_8(x) for x in (problem.q, problem.k, problem.v)]
+    if problem.sinks is not None:
+        inputs.append(flat(problem.sinks.astype(mx.float32)))
     return KernelCall(
-        name="attention_forward",
-        headers=(*HEADERS, "attention_forward"),
-        scratch=(
-            ("T", "q_tg", ("Q_IN_TG", "BQ")),
-            ("T", "k_tg", ("SLOTS", "BK")),
-            ("T", "v_tg", ("SLOTS", "BK")),
-        ),
-        arguments=(
-            *map(operand, "qkv"),
-            "out",
-            "lse",
-            "scale[0]",
-            SIZES,
-        ),
-        inputs={"q": q, "k": k, "v": v, **constants(q, k, scale)},
-        template=(
-            ("T", q.dtype),
-            ("D", D),
-            ("BQ", tile.rows),
-            ("BK", tile.block),
-            ("FQ", tile.fragments),
-            ("CAUSAL", causal),
-            ("Q_IN_TG", tile.rows_in_tg),
-        ),
-        outputs=(("out", (B, Tq, H, D), q.dtype), ("lse", (B, H, Tq), mx.float32)),
-        groups=(blocks(Tq, tile.rows), H, B),
-        threads=tile.threads,
-        longest_last=causal,
+        kernel=forward_kernel(variant),
+        inputs=[*inputs, *shared_inputs(problem, tile.rows, tile.block, own="q")],
+        shapes=[(B, Tq, H, variant.DV), (B, H, Tq)],
+        dtypes=[variant.dtype, mx.float32],
+        groups=(tiles.blocks(Tq, tile.rows), H, B),
     )
 
 
 def delta_call(
-    out: mx.array, dout: mx.array, dlse: mx.array, gpu: str = "metal"
+    out: mx.array, dout: mx.array, lse: mx.array, dlse: mx.array, gpu: str = "metal"
 ) -> KernelCall:
-    """``attention_delta``: delta ``[B, H, Tq]``."""
-    B, H, Tq, D = out.shape
-    tile = tiles.tile("attention_delta", D, out.itemsize, gpu)
+    """``attention_delta``: delta and lse in base 2, both ``[B, H, Tq]``."""
+    B, H, Tq, DV = out.shape
+    tile = tiles.tile("attention_delta", DV, out.itemsize, gpu)
     return KernelCall(
-        name="attention_delta",
-        headers=(*HEADERS, "attention_delta"),
-        scratch=(),
-        arguments=(
-            operand("out"),
-            operand("dout"),
-            row_operand("dlse"),
-            "delta",
-            SIZES,
-        ),
-        inputs={
-            "out": out,
-            "dout": dout,
-            "dlse": at_least_8(dlse),
-            "sizes": constant((H, H, Tq, Tq), mx.int32),
-        },
-        template=(("T", out.dtype), ("D", D), ("BQ", tile.rows)),
-        outputs=(("delta", (B, H, Tq), mx.float32),),
-        groups=(blocks(Tq, tile.rows), H, B),
-        threads=tile.threads,
+        kernel=delta_kernel(out.dtype, DV, gpu),
+        inputs=[
+            *(at_least_8(x) for x in (out, dout, lse, dlse)),
+            constant((H, H, Tq, Tq), mx.int32),
+        ],
+        shapes=[(B, H, Tq), (B, H, Tq)],
+        dtypes=[mx.float32, mx.float32],
+        groups=(tiles.blocks(Tq, tile.rows), H, B),
     )
 
 
 def dq_call(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    dout: mx.array,
-    lse: mx.array,
-    delta: mx.array,
-    scale: float,
-    causal: bool,
-    gpu: str = "metal",
+    problem: Problem, dout: mx.array, lse2: mx.array, delta: mx.array
 ) -> KernelCall:
     """``attention_dq``: dq ``[B, Tq, H, D]``."""
-    B, H, Tq, D = q.shape
-    tile = tiles.tile("attention_dq", D, q.itemsize, gpu)
+    B, H, Tq, D = problem.q.shape
+    variant = problem.variant
+    tile = variant.tile("attention_dq")
     return KernelCall(
-        name="attention_dq",
-        headers=(*HEADERS, "attention_dq"),
-        scratch=(
-            ("T", "q_tg", ("Q_IN_TG", "BQ")),
-            ("T", "dout_tg", ("DOUT_IN_TG", "BQ")),
-            ("T", "k_tg", ("SLOTS", "BK")),
-            ("T", "v_tg", ("SLOTS", "BK")),
-        ),
-        arguments=(*GRADIENT_ARGUMENTS, "dq", "scale[0]", SIZES),
-        inputs=gradient_inputs(q, k, v, dout, lse, delta, scale),
-        template=(
-            ("T", q.dtype),
-            ("D", D),
-            ("BQ", tile.rows),
-            ("BK", tile.block),
-            ("FQ", tile.fragments),
-            ("CAUSAL", causal),
-            ("Q_IN_TG", tile.rows_in_tg),
-            ("DOUT_IN_TG", tile.second_in_tg),
-        ),
-        outputs=(("dq", (B, Tq, H, D), q.dtype),),
-        groups=(blocks(Tq, tile.rows), H, B),
-        threads=tile.threads,
-        longest_last=causal,
+        kernel=dq_kernel(variant),
+        inputs=[
+            *gradient_inputs(problem, dout, lse2, delta),
+            *shared_inputs(problem, tile.rows, tile.block, own="q"),
+        ],
+        shapes=[(B, Tq, H, D)],
+        dtypes=[variant.dtype],
+        groups=(tiles.blocks(Tq, tile.rows), H, B),
     )
 
 
 def dkv_call(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    problem: Problem,
     dout: mx.array,
-    lse: mx.array,
+    lse2: mx.array,
     delta: mx.array,
-    scale: float,
-    causal: bool,
-    gpu: str = "metal",
-    *,
-    with_dk: bool = True,
-    with_dv: bool = True,
+    kernel: str = "attention_dkv",
 ) -> KernelCall:
-    """``attention_dkv``: dk and dv ``[B, Tk, HKV, D]``, or one of them."""
-    B, HKV, Tk, D = k.shape
-    row = {(True, True): "dkv", (True, False): "dk", (False, True): "dv"}
-    tile = tiles.tile(f"attention_{row[with_dk, with_dv]}", D, q.itemsize, gpu)
-    outputs = {"dk": with_dk, "dv": with_dv}
+    """``attention_dkv``: dk ``[B, Tk, HKV, D]`` and dv ``[B, Tk, HKV, DV]``.
+
+    ``kernel`` is a row of the tile table: ``"attention_dk"`` and ``"attention_dv"`` are
+    the same body with one output.
+    """
+    B, HKV, Tk, D = problem.k.shape
+    variant = problem.variant
+    tile = variant.tile(kernel)
+    shapes = {"dk": (B, Tk, HKV, D), "dv": (B, Tk, HKV, variant.DV)}
     return KernelCall(
-        name="attention_dkv",
-        headers=(*HEADERS, "attention_dkv"),
+        kernel=dkv_kernel(variant, kernel),
+        inputs=[
+            *gradient_inputs(problem, dout, lse2, delta),
+            *shared_inputs(problem, tile.rows, tile.block, own="k"),
+        ],
+        shapes=[shapes[name] for name in DKV_OUTPUTS[kernel]],
+        dtypes=[variant.dtype] * len(DKV_OUTPUTS[kernel]),
+        groups=(tiles.blocks(Tk, tile.rows), HKV, B),
+    )
+
+
+def dmask_call(
+    problem: Problem, dout: mx.array, lse2: mx.array, delta: mx.array
+) -> KernelCall:
+    """``attention_dmask``: the mask's gradient.
+
+    Along Tq and Tk, where the mask has one element, it is still to be summed over the
+    rows and columns of a tile.
+    """
+    B, H, Tq, _ = problem.q.shape
+    Tk, mask = problem.k.shape[2], problem.mask
+    assert mask is not None
+    variant = problem.variant
+    tile = variant.tile("attention_dq")
+    sums = tuple(n == 1 for n in mask.shape)
+    rows, columns = (tile.rows if sums[2] else Tq), (tile.block if sums[3] else Tk)
+    dtype = mx.float32 if sums[2] or sums[3] else mask.dtype
+    x = tiles.blocks(rows, tile.rows) * tiles.blocks(columns, tile.block)
+    return KernelCall(
+        kernel=dmask_kernel(variant, sums, dtype),
+        inputs=[
+            *gradient_inputs(problem, dout, lse2, delta),
+            constant((B,), mx.int32),
+            *shared_inputs(problem, tile.rows, tile.block, own="q"),
+        ],
+        shapes=[(*mask.shape[:2], rows, columns)],
+        dtypes=[dtype],
+        groups=(x, mask.shape[1], mask.shape[0]),
+    )
+
+
+@lru_cache(maxsize=None)
+def forward_kernel(variant: Variant) -> Kernel:
+    """The text of ``attention_forward``."""
+    tile = variant.tile("attention_forward")
+    sinks = ("sinks",) if variant.sinks else ()
+    return Kernel(
+        name="attention_forward",
+        headers=(*HEADERS, "attention_forward"),
         scratch=(
-            ("T", "k_tg", ("K_IN_TG", "BK")),
-            ("T", "v_tg", ("V_IN_TG", "BK")),
-            ("T", "q_tg", ("SLOTS", "BQ")),
-            ("T", "dout_tg", ("SLOTS", "BQ")),
-            ("float", "lse_tg", ("SLOTS", "BQ")),
-            ("float", "delta_tg", ("SLOTS", "BQ")),
+            Scratch("q_tg", ("Q_IN_TG", "BQ"), "D"),
+            Scratch("k_tg", ("SLOTS", "BK"), "D"),
+            Scratch("v_tg", ("SLOTS", "BK"), "DV"),
+            *parts_scratch("s_parts_tg"),
         ),
         arguments=(
-            *GRADIENT_ARGUMENTS,
-            *(name if wanted else "nullptr" for name, wanted in outputs.items()),
-            "scale[0]",
+            *map(operand, "qkv"),
+            *(sinks or ("nullptr",)),
+            "out",
+            "lse",
+            *shared_arguments(variant),
+        ),
+        inputs=(*"qkv", *sinks, *shared_input_names(variant)),
+        outputs=("out", "lse"),
+        template=(
+            *sizes_template(variant),
+            *query_tile_template(tile),
+            ("Q_IN_TG", tile.rows_in_tg),
+            ("SOFTCAP", variant.softcap),
+            ("SINKS", variant.sinks),
+        ),
+        more_template=mask_template(variant),
+        gpu=variant.gpu,
+        threads=tile.threads,
+        longest_last=variant.high,
+    )
+
+
+@lru_cache(maxsize=None)
+def delta_kernel(dtype: mx.Dtype, DV: int, gpu: str) -> Kernel:
+    """The text of ``attention_delta``."""
+    tile = tiles.tile("attention_delta", DV, dtype.size, gpu)
+    return Kernel(
+        name="attention_delta",
+        headers=(*HEADERS, "attention_delta"),
+        scratch=(),
+        arguments=(
+            *map(operand, ("out", "dout")),
+            *map(row_operand, ("lse", "dlse")),
+            "delta",
+            "lse2",
             SIZES,
         ),
-        inputs=gradient_inputs(q, k, v, dout, lse, delta, scale),
-        template=(
-            ("T", q.dtype),
-            ("D", D),
-            ("BQ", tile.block),
-            ("BK", tile.rows),
-            ("FK", tile.fragments),
-            ("CAUSAL", causal),
-            ("WITH_DK", with_dk),
-            ("WITH_DV", with_dv),
-            ("K_IN_TG", tile.rows_in_tg),
-            ("V_IN_TG", tile.second_in_tg),
-        ),
-        outputs=tuple(
-            (name, (B, Tk, HKV, D), k.dtype)
-            for name, wanted in outputs.items()
-            if wanted
-        ),
-        groups=(blocks(Tk, tile.rows), HKV, B),
+        inputs=("out", "dout", "lse", "dlse", "sizes"),
+        outputs=("delta", "lse2"),
+        template=(("T", dtype), ("DV", DV), ("BQ", tile.rows)),
+        gpu=gpu,
         threads=tile.threads,
     )
 
 
+@lru_cache(maxsize=None)
+def dq_kernel(variant: Variant) -> Kernel:
+    """The text of ``attention_dq``."""
+    tile = variant.tile("attention_dq")
+    return Kernel(
+        name="attention_dq",
+        headers=(*HEADERS, "attention_dq"),
+        scratch=(
+            Scratch("q_tg", ("Q_IN_TG", "BQ"), "D"),
+            Scratch("dout_tg", ("DOUT_IN_TG", "BQ"), "DV"),
+            Scratch("k_tg", ("SLOTS", "BK"), "D"),
+            Scratch("v_tg", ("SLOTS", "BK"), "DV"),
+            *parts_scratch("s_parts_tg", "dp_parts_tg"),
+        ),
+        arguments=(*GRADIENT_ARGUMENTS, "dq", *shared_arguments(variant)),
+        inputs=(*GRADIENT_INPUTS, *shared_input_names(variant)),
+        outputs=("dq",),
+        template=(
+            *sizes_template(variant),
+            *query_tile_template(tile),
+            ("Q_IN_TG", tile.rows_in_tg),
+            ("DOUT_IN_TG", tile.second_in_tg),
+            ("SOFTCAP", variant.softcap),
+        ),
+        more_template=mask_template(variant),
+        gpu=variant.gpu,
+        threads=tile.threads,
+        longest_last=variant.high,
+    )
+
+
+@lru_cache(maxsize=None)
+def dkv_kernel(variant: Variant, kernel: str) -> Kernel:
+    """The text of ``attention_dkv`` with the outputs of a row of the tile table."""
+    tile = variant.tile(kernel)
+    outputs = DKV_OUTPUTS[kernel]
+    return Kernel(
+        name="attention_dkv",
+        headers=(*HEADERS, "attention_dkv"),
+        scratch=(
+            Scratch("k_tg", ("K_IN_TG", "BK"), "D"),
+            Scratch("v_tg", ("V_IN_TG", "BK"), "DV"),
+            Scratch("q_tg", ("SLOTS", "BQ"), "D"),
+            Scratch("dout_tg", ("SLOTS", "BQ"), "DV"),
+            Scratch("lse_tg", ("SLOTS", "BQ")),
+            Scratch("delta_tg", ("SLOTS", "BQ")),
+            *parts_scratch("s_parts_tg", "dp_parts_tg"),
+        ),
+        arguments=(
+            *GRADIENT_ARGUMENTS,
+            *(name if name in outputs else "nullptr" for name in ("dk", "dv")),
+            *shared_arguments(variant),
+        ),
+        inputs=(*GRADIENT_INPUTS, *shared_input_names(variant)),
+        outputs=outputs,
+        template=(
+            *sizes_template(variant),
+            ("BQ", tile.block),
+            ("BK", tile.rows),
+            ("FK", tile.fragments),
+            ("DS", tile.parts),
+            ("WITH_DK", "dk" in outputs),
+            ("WITH_DV", "dv" in outputs),
+            ("K_IN_TG", tile.rows_in_tg),
+            ("V_IN_TG", tile.second_in_tg),
+            ("SOFTCAP", variant.softcap),
+        ),
+        more_template=mask_template(variant),
+        gpu=variant.gpu,
+        threads=tile.threads,
+    )
+
+
+@lru_cache(maxsize=None)
+def dmask_kernel(
+    variant: Variant, sums: tuple[bool, ...], dtype: mx.Dtype
+) -> Kernel:
+    """The text of ``attention_dmask``; ``sums`` says which axes are summed over."""
+    tile = variant.tile("attention_dq")
+    return Kernel(
+        name="attention_dmask",
+        headers=(*HEADERS, "attention_dmask"),
+        scratch=(
+            Scratch("k_tg", ("SLOTS", "BK"), "D"),
+            Scratch("v_tg", ("SLOTS", "BK"), "DV"),
+            *parts_scratch("s_parts_tg", "dp_parts_tg"),
+        ),
+        arguments=(
+            *GRADIENT_ARGUMENTS,
+            "dmask",
+            "batches[0]",
+            *shared_arguments(variant),
+        ),
+        inputs=(*GRADIENT_INPUTS, "batches", *shared_input_names(variant)),
+        outputs=("dmask",),
+        template=(
+            *sizes_template(variant),
+            *query_tile_template(tile),
+            ("SOFTCAP", variant.softcap),
+            *zip(("SUM_B", "SUM_H", "SUM_Q", "SUM_K"), sums, strict=True),
+            ("M_OUT", dtype),
+        ),
+        more_template=mask_template(variant),
+        gpu=variant.gpu,
+        threads=tile.threads,
+    )
+
+
+def parts_scratch(*names: str) -> Iterator[Scratch]:
+    """Where the DS parts of a sum meet, BQ x BK floats each."""
+    return (Scratch(name, ("MEETING_PARTS", "BQ", "BK")) for name in names)
+
+
+def sizes_template(variant: Variant) -> tuple[tuple[str, int | mx.Dtype], ...]:
+    """The first template arguments of most kernels."""
+    return ("T", variant.dtype), ("D", variant.D), ("DV", variant.DV)
+
+
+def query_tile_template(tile: tiles.Tile) -> tuple[tuple[str, int], ...]:
+    """The tile of a kernel that owns queries, as template arguments."""
+    return (
+        ("BQ", tile.rows),
+        ("BK", tile.block),
+        ("FQ", tile.fragments),
+        ("DS", tile.parts),
+    )
+
+
+def mask_template(variant: Variant) -> tuple[tuple[str, bool | mx.Dtype], ...]:
+    """What the type of the mask is made of."""
+    band = ("LOW", variant.low), ("HIGH", variant.high)
+    return band if variant.mask is None else (*band, ("M", variant.mask))
+
+
 def operand(name: str) -> str:
     """Source text of a ``[B, H, T, D]`` view, whatever its strides."""
-    strides = ", ".join(f"{name}_strides[{axis}]" for axis in range(4))
-    return f"Operand<T>{{{name}, {{{strides}}}}}"
+    return f"Operand<T>{{{name}, {{{strides(name, 4)}}}}}"
 
 
 def row_operand(name: str) -> str:
     """Source text of a ``[B, H, T]`` view of floats."""
-    strides = ", ".join(f"{name}_strides[{axis}]" for axis in range(3))
-    return f"RowOperand{{{name}, {{{strides}, 0}}}}"
+    return f"RowOperand{{{name}, {{{strides(name, 3)}, 0}}}}"
+
+
+def strides(name: str, ndim: int) -> str:
+    """Source text of the strides of an input."""
+    return ", ".join(f"{name}_strides[{axis}]" for axis in range(ndim))
 
 
 SIZES = "Sizes{sizes[0], sizes[1], sizes[2], sizes[3]}"
+GRADIENT_INPUTS = ("q", "k", "v", "dout", "lse2", "delta")
 GRADIENT_ARGUMENTS = (
-    *map(operand, ("q", "k", "v", "dout")),
-    *map(row_operand, ("lse", "delta")),
+    *map(operand, GRADIENT_INPUTS[:4]),
+    *map(row_operand, GRADIENT_INPUTS[4:]),
 )
+DKV_OUTPUTS = {
+    "attention_dkv": ("dk", "dv"),
+    "attention_dk": ("dk",),
+    "attention_dv": ("dv",),
+}
 
 
-def constants(q: mx.array, k: mx.array, scale: float) -> dict[str, mx.array]:
-    """Numbers that change from call to call without a new compilation."""
-    sizes = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
-    return {"scale": constant((scale,), mx.float32), "sizes": constant(sizes, mx.int32)}
+def shared_arguments(variant: Variant) -> tuple[str, ...]:
+    """Source text of the last arguments: numbers, sizes and the mask."""
+    ids, ids_type = "NoSegments{}", "NoSegments"
+    if variant.segments:
+        ids = "Segments{q_ids, k_ids, own_ids, other_ids, 0, 0}"
+        ids_type = "Segments"
+    array, array_type = "NoArray{}", "NoArray"
+    if variant.mask is not None:
+        array = f"MaskArray<M>{{mask, {{{strides('mask', 4)}}}}}"
+        array_type = "MaskArray<M>"
+    mask = (
+        f"Mask<LOW, HIGH, {ids_type}, {array_type}>"
+        f"{{sizes[4], sizes[5], {ids}, {array}}}"
+    )
+    return "numbers[0]", "numbers[1]", SIZES, mask
+
+
+def shared_input_names(variant: Variant) -> tuple[str, ...]:
+    """Names of :func:`shared_inputs`."""
+    ids = ("q_ids", "k_ids", "own_ids", "other_ids") if variant.segments else ()
+    mask = () if variant.mask is None else ("mask",)
+    return "sizes", "numbers", *ids, *mask
+
+
+def shared_inputs(
+    problem: Problem, own_rows: int, other_rows: int, own: str
+) -> list[mx.array]:
+    """Numbers that change from call to call without a new compilation; the masks.
+
+    Args:
+        problem: The problem.
+        own_rows: Rows that a threadgroup owns.
+        other_rows: Rows of the blocks that it walks.
+        own: Whose rows a threadgroup owns, ``"q"`` or ``"k"``.
+    """
+    (B, H, Tq, _), (_, HKV, Tk, _) = problem.q.shape, problem.k.shape
+    options = problem.options
+    low, high, softcap = options.low or 0, options.high or 0, options.softcap or 0.0
+    inputs = [
+        constant((H, HKV, Tq, Tk, low, high), mx.int32),
+        constant((options.scale, softcap), mx.float32),
+    ]
+    if problem.q_segments is not None:
+        ids = {"q": problem.q_segments, "k": problem.k_segments}
+        inputs += [flat(ids["q"]), flat(ids["k"])]
+        inputs.append(block_ids(ids[own], own_rows))
+        inputs.append(block_ids(ids["k" if own == "q" else "q"], other_rows))
+    if problem.mask is not None:
+        mask = mx.broadcast_to(problem.mask, (B, H, Tq, Tk))
+        inputs.append(at_least_8(mask))
+    return inputs
+
+
+def gradient_inputs(
+    problem: Problem, dout: mx.array, lse2: mx.array, delta: mx.array
+) -> Iterator[mx.array]:
+    """What the kernels of the backward read, in the order of GRADIENT_INPUTS."""
+    arrays = problem.q, problem.k, problem.v, dout, lse2, delta
+    return map(at_least_8, arrays)
+
+
+def block_ids(ids: mx.array, rows: int) -> mx.array:
+    """Lowest and highest id of each block of rows of ``[B, T]`` ids, flat."""
+    B, T = ids.shape
+    n = tiles.blocks(T, rows)
+    blocks = mx.pad(ids, [(0, 0), (0, n * rows - T)], mode="edge").reshape(B, n, rows)
+    return flat(mx.stack([blocks.min(axis=2), blocks.max(axis=2)], axis=2))
 
 
 @lru_cache(maxsize=256)
@@ -276,50 +674,29 @@ def constant(values: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
     return mx.array(values, dtype)
 
 
-def gradient_inputs(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    dout: mx.array,
-    lse: mx.array,
-    delta: mx.array,
-    scale: float,
-) -> dict[str, mx.array]:
-    """What ``attention_dq`` and ``attention_dkv`` read."""
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "dout": dout,
-        "lse": at_least_8(lse),
-        "delta": at_least_8(delta),
-        **constants(q, k, scale),
-    }
-
-
+# MLX hands an array of fewer than 8 elements to Metal in another address space
+# (constant), for which the kernels would have to be written a second time.
 def at_least_8(x: mx.array) -> mx.array:
-    """Pad the rows of a tiny ``[B, H, T]`` array; nobody reads the padding.
-
-    MLX hands an array of fewer than 8 elements to Metal in another address space
-    (constant), for which the kernels would have to be written a second time.
-    """
-    return x if x.size >= 8 else mx.pad(x, [(0, 0), (0, 0), (0, 8 - x.shape[2])])
+    """Pad the last axis of a tiny view; nobody reads the padding."""
+    if x.size >= 8:
+        return x
+    return mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 8 - x.shape[-1])])
 
 
-def blocks(length: int, block: int) -> int:
-    """Blocks that cover a length."""
-    return (length + block - 1) // block
+def flat(x: mx.array) -> mx.array:
+    """All elements in a row, without gaps; a tiny array is padded."""
+    x = mx.contiguous(x).reshape(-1)
+    return at_least_8(x)
 
 
 def check_head_dims(q: mx.array, v: mx.array, backend: str) -> None:
     """Raise NotImplementedError for head dims that no kernel has."""
     D, Dv = q.shape[3], v.shape[3]
-    if Dv != D or D not in tiles.HEAD_DIMS:
-        supported = ", ".join(map(str, tiles.HEAD_DIMS))
+    if max(D, Dv) > tiles.LARGEST_HEAD_DIM:
         raise NotImplementedError(
             f"[flash_attention] no kernel for head dim {D} of q and k with {Dv} of v "
-            f"on back end {backend!r}; kernels exist for equal head dims {supported}; "
-            "pad the head dim with zeros, or use the back end 'reference'"
+            f"on back end {backend!r}; kernels exist up to {tiles.LARGEST_HEAD_DIM}; "
+            "use mlx_flash.use_backend('reference')"
         )
 
 
@@ -331,15 +708,21 @@ def check_lane_map(backend: str) -> None:
         LaneMapError: They differ; every result would be wrong.
     """
     call = KernelCall(
-        name="lane_map",
-        headers=("common", "tile", "lane_map"),
-        scratch=(),
-        arguments=("index", "held", "assumed"),
-        inputs={"index": mx.arange(64, dtype=mx.float32)},
-        template=(),
-        outputs=(("held", (32, 2), mx.float32), ("assumed", (32, 2), mx.float32)),
+        kernel=Kernel(
+            name="lane_map",
+            headers=("common", "tile", "lane_map"),
+            scratch=(),
+            arguments=("index", "held", "assumed"),
+            inputs=("index",),
+            outputs=("held", "assumed"),
+            template=(),
+            gpu="metal",
+            threads=32,
+        ),
+        inputs=[mx.arange(64, dtype=mx.float32)],
+        shapes=[(32, 2), (32, 2)],
+        dtypes=[mx.float32, mx.float32],
         groups=(1, 1, 1),
-        threads=32,
     )
     held, assumed = run(call, backend, precise=True)
     if not mx.array_equal(held, assumed).item():

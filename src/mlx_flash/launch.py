@@ -1,4 +1,4 @@
-"""Runs a kernel call: assembles its text, sends it to Metal, CUDA or the simulator."""
+"""Runs a kernel: assembles its text, sends it to Metal, CUDA or the simulator."""
 
 from __future__ import annotations
 
@@ -17,37 +17,73 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 TemplateValue = int | bool | mx.Dtype
+Template = tuple[tuple[str, TemplateValue], ...]
 
 
 @dataclass(frozen=True)
-class KernelCall:
-    """One launch of a kernel, on whatever runs it.
+class Scratch:
+    """A threadgroup array.
+
+    Attributes:
+        name: In the source.
+        rows: Names of constants; their product is the number of rows.
+        columns: ``"D"`` or ``"DV"``: rows of so many columns of type T, or ``""``: one
+            float a row.
+    """
+
+    name: str
+    rows: tuple[str, ...]
+    columns: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """The text of a kernel, whatever shapes it runs. Compared by identity.
 
     Attributes:
         name: Of the kernel; also the stem of its header and its template function.
         headers: Stems of the headers it needs, in order.
-        scratch: Threadgroup arrays ``(element type, name, rows)``; the number of rows
-            is the product of named constants; a row has D elements of type T, or one
-            float.
+        scratch: Its threadgroup arrays.
         arguments: What the template function is called with, as source text.
-        inputs: Arrays by the name that ``arguments`` calls them.
+        inputs: Names of the input arrays, as ``arguments`` calls them.
+        outputs: Names of the results.
         template: Template arguments of the function, in order.
-        outputs: ``(name, shape, dtype)`` of each result.
-        groups: Threadgroups along x, y, z.
+        more_template: Those that only the text of ``arguments`` needs.
+        gpu: ``"metal"`` or ``"cuda"``.
         threads: Threads of a threadgroup.
         longest_last: Along x, later threadgroups have more to do.
     """
 
     name: str
     headers: tuple[str, ...]
-    scratch: tuple[tuple[str, str, tuple[str, ...]], ...]
+    scratch: tuple[Scratch, ...]
     arguments: tuple[str, ...]
-    inputs: dict[str, mx.array]
-    template: tuple[tuple[str, TemplateValue], ...]
-    outputs: tuple[tuple[str, tuple[int, ...], mx.Dtype], ...]
-    groups: tuple[int, int, int]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    template: Template
+    gpu: str
     threads: int
+    more_template: Template = ()
     longest_last: bool = False
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: The kernel.
+        inputs: Arrays, in the order of its names.
+        shapes: Of each output.
+        dtypes: Of each output.
+        groups: Threadgroups along x, y, z.
+    """
+
+    kernel: Kernel
+    inputs: list[mx.array]
+    shapes: list[tuple[int, ...]]
+    dtypes: list[mx.Dtype]
+    groups: tuple[int, int, int]
 
 
 class LaunchArguments(TypedDict):
@@ -60,7 +96,7 @@ class LaunchArguments(TypedDict):
     output_dtypes: list[mx.Dtype]
 
 
-class Kernel(Protocol):
+class CompiledKernel(Protocol):
     """What ``mx.fast.metal_kernel`` and ``simulator.metal_kernel`` return."""
 
     def __call__(
@@ -70,70 +106,85 @@ class Kernel(Protocol):
         ...
 
 
-# The attributes must be named in the body itself: MLX scans it, not the headers.
-WORKER = (
-    "const Worker at = {int(thread_index_in_threadgroup), "
-    "int(simdgroup_index_in_threadgroup), int(thread_index_in_simdgroup), "
-    "int(threadgroup_position_in_grid.x), int(threadgroup_position_in_grid.y), "
-    "int(threadgroup_position_in_grid.z)};"
-)
-
-
-def metal_source(call: KernelCall) -> str:
+def metal_source(kernel: Kernel) -> str:
     """The body: threadgroup arrays, which Metal wants at kernel scope, and one call."""
-    row = {"T": ("RowStride<T, D>::value",), "float": ()}
     arrays = []
-    for kind, name, rows in call.scratch:
-        empty = scratch_rows(call, rows, "metal") == 0
-        length = "RowStride<T, D>::CHUNK" if empty else " * ".join((*rows, *row[kind]))
-        arrays.append(f"threadgroup {kind} {name}[{length}];")
-    return "\n".join([*arrays, WORKER, function_call(call)])
+    for array in kernel.scratch:
+        kind, length = "float", " * ".join(array.rows)
+        if array.columns:
+            stride = f"RowStride<T, Width<{array.columns}, DS>::value>"
+            kind, length = "T", f"{length} * {stride}::value"
+        if scratch_rows(kernel, array) == 0:  # nobody uses it, but it needs a size
+            length = "1"
+        arrays.append(f"threadgroup {kind} {array.name}[{length}];")
+    return "\n".join([*arrays, metal_worker(kernel), function_call(kernel)])
 
 
-def cuda_source(call: KernelCall) -> str:
+def metal_worker(kernel: Kernel) -> str:
+    """Who runs; the attributes must be named in the body, since MLX scans only that."""
+    simd = "int(simdgroup_index_in_threadgroup)"
+    parts = "DS" if "DS" in dict(kernel.template) else "1"
+    return (
+        "const Worker at = {int(thread_index_in_threadgroup), "
+        f"{simd} / {parts}, {simd} % {parts}, int(thread_index_in_simdgroup), "
+        "int(threadgroup_position_in_grid.x), int(threadgroup_position_in_grid.y), "
+        "int(threadgroup_position_in_grid.z)};"
+    )
+
+
+def cuda_source(kernel: Kernel) -> str:
     """The body: one dynamic array, cut into the threadgroup arrays, and one call."""
-    places, _ = scratch_places(call)
-    arrays = [
-        f"{kind}* {name} = reinterpret_cast<{kind}*>(scratch + {place});"
-        for (kind, name, _), place in zip(call.scratch, places, strict=True)
-    ]
-    block = "gridDim.x - 1 - blockIdx.x" if call.longest_last else "blockIdx.x"
+    places, _ = scratch_places(kernel)
+    arrays = []
+    for array, place in zip(kernel.scratch, places, strict=True):
+        kind = "T" if array.columns else "float"
+        arrays.append(
+            f"{kind}* {array.name} = reinterpret_cast<{kind}*>(scratch + {place});"
+        )
+    block = "gridDim.x - 1 - blockIdx.x" if kernel.longest_last else "blockIdx.x"
     worker = (
         "const Worker at = {int(threadIdx.x), "
-        "int(__shfl_sync(~0u, threadIdx.x / 32, 0)), int(threadIdx.x % 32), "
+        "int(__shfl_sync(~0u, threadIdx.x / 32, 0)), 0, int(threadIdx.x % 32), "
         f"int({block}), int(blockIdx.y), int(blockIdx.z)}};"
     )
     declaration = f"extern __shared__ __align__({SCRATCH_ALIGNMENT}) char scratch[];"
-    return "\n".join([declaration, *arrays, worker, function_call(call)])
+    return "\n".join([declaration, *arrays, worker, function_call(kernel)])
 
 
-def function_call(call: KernelCall) -> str:
+def function_call(kernel: Kernel) -> str:
     """The call of the kernel's template function."""
-    template = ", ".join(name for name, _ in call.template)
-    function = f"{call.name}<{template}>" if template else call.name
-    arguments = ", ".join((*call.arguments, *(name for _, name, _ in call.scratch)))
+    template = ", ".join(name for name, _ in kernel.template)
+    function = f"{kernel.name}<{template}>" if template else kernel.name
+    scratch = (array.name for array in kernel.scratch)
+    arguments = ", ".join((*kernel.arguments, *scratch))
     return f"{function}({arguments}, at);"
 
 
 SCRATCH_ALIGNMENT = 1024  # wgmma reads tiles whose swizzle repeats after 1024 bytes
 
 
-def scratch_rows(call: KernelCall, rows: tuple[str, ...], gpu: str) -> int:
+def scratch_rows(kernel: Kernel, array: Scratch) -> int:
     """The number of rows of a threadgroup array."""
-    constants = {"SLOTS": tiles.SLOTS[gpu]} | dict(call.template)
-    return math.prod(cast(int, constants[name]) for name in rows)
+    constants = dict(kernel.template)
+    parts = cast(int, constants.get("DS", 1))
+    constants |= {
+        "SLOTS": tiles.SLOTS[kernel.gpu],
+        "MEETING_PARTS": parts if parts > 1 else 0,
+    }
+    return math.prod(cast(int, constants[name]) for name in array.rows)
 
 
-def scratch_places(call: KernelCall) -> tuple[list[int], int]:
+def scratch_places(kernel: Kernel) -> tuple[list[int], int]:
     """Where each threadgroup array starts in CUDA's one array, and its bytes."""
-    template = dict(call.template)
+    template = dict(kernel.template)
     places, end = [], 0
-    for kind, _, rows in call.scratch:
+    for array in kernel.scratch:
         places.append(end)
-        size = 4 * scratch_rows(call, rows, "cuda")
-        if kind == "T":
+        size = 4 * scratch_rows(kernel, array)
+        if array.columns:
             element = cast(mx.Dtype, template["T"])
-            size = size // 4 * cast(int, template["D"]) * element.size
+            width = tiles.width(cast(int, template[array.columns]), gpu="cuda")
+            size = size // 4 * width * element.size
         end += -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
     return places, end
 
@@ -143,59 +194,46 @@ def run(call: KernelCall, backend: str, precise: bool = False) -> list[mx.array]
 
     ``precise`` makes CUDA's float32 products exact to float32; elsewhere they are.
     """
-    return kernel_object(call, backend, precise)(
-        inputs=list(call.inputs.values()), **launch_arguments(call)
-    )
-
-
-def kernel_object(call: KernelCall, backend: str, precise: bool = False) -> Kernel:
-    """The kernel that a call launches."""
-    names = tuple(call.inputs), tuple(name for name, _, _ in call.outputs)
-    if backend == "cuda":
-        _, scratch_bytes = scratch_places(call)
-        source = cuda_source(call)
-        return cuda_kernel(
-            call.name, *names, source, call.headers, precise, scratch_bytes
-        )
-    return metal_kernel(call.name, *names, metal_source(call), call.headers, backend)
+    kernel = compiled_kernel(call.kernel, backend, precise)
+    return kernel(inputs=call.inputs, **launch_arguments(call))
 
 
 def launch_arguments(call: KernelCall) -> LaunchArguments:
     """What a kernel is called with besides its inputs."""
     x, y, z = call.groups
+    threads = call.kernel.threads
     return {
-        "template": list(call.template),
-        "grid": (x * call.threads, y, z),
-        "threadgroup": (call.threads, 1, 1),
-        "output_shapes": [shape for _, shape, _ in call.outputs],
-        "output_dtypes": [dtype for _, _, dtype in call.outputs],
+        "template": [*call.kernel.template, *call.kernel.more_template],
+        "grid": (x * threads, y, z),
+        "threadgroup": (threads, 1, 1),
+        "output_shapes": call.shapes,
+        "output_dtypes": call.dtypes,
     }
 
 
 @cache
-def metal_kernel(
-    name: str,
-    input_names: tuple[str, ...],
-    output_names: tuple[str, ...],
-    source: str,
-    headers: tuple[str, ...],
-    backend: str,
-) -> Kernel:
-    """The kernel object: one per text, for whatever shapes it runs."""
+def compiled_kernel(kernel: Kernel, backend: str, precise: bool) -> CompiledKernel:
+    """The kernel object of MLX or of the simulator."""
+    if backend == "cuda":
+        return cuda_kernel(kernel, precise)
+    make = cast(Callable[..., CompiledKernel], mx.fast.metal_kernel)
     if backend == "simulator":
         from mlx_flash import simulator  # needs more than the package's dependencies
 
-        make = cast(Callable[..., Kernel], simulator.metal_kernel)
-    else:
-        make = cast(Callable[..., Kernel], mx.fast.metal_kernel)
+        make = cast(Callable[..., CompiledKernel], simulator.metal_kernel)
     return make(
-        name=name,
-        input_names=list(input_names),
-        output_names=list(output_names),
-        source=source,
-        header="".join(read_header("metal", stem) for stem in headers),
+        name=kernel.name,
+        input_names=list(kernel.inputs),
+        output_names=list(kernel.outputs),
+        source=metal_source(kernel),
+        header=metal_header(kernel),
         ensure_row_contiguous=False,
     )
+
+
+def metal_header(kernel: Kernel) -> str:
+    """All headers of a kernel."""
+    return "".join(read_header("metal", stem) for stem in kernel.headers)
 
 
 # The headers of a kernel that CUDA replaces or adds to; the others are Metal's.
@@ -205,33 +243,29 @@ CUDA_HEADERS = {
 }
 
 
-def cuda_header(headers: tuple[str, ...], precise: bool) -> str:
+def cuda_header(kernel: Kernel, precise: bool) -> str:
     """All headers of a kernel, and how many products a float32 product is made of."""
     files = [
-        file for stem in headers for file in CUDA_HEADERS.get(stem, (("metal", stem),))
+        file
+        for stem in kernel.headers
+        for file in CUDA_HEADERS.get(stem, (("metal", stem),))
     ]
     text = "".join(read_header(*file) for file in files)
     return f"#define FLOAT_TERMS {3 if precise else 1}\n{text}"
 
 
-@cache
-def cuda_kernel(
-    name: str,
-    input_names: tuple[str, ...],
-    output_names: tuple[str, ...],
-    source: str,
-    headers: tuple[str, ...],
-    precise: bool,
-    scratch_bytes: int,
-) -> Kernel:
+def cuda_kernel(kernel: Kernel, precise: bool) -> CompiledKernel:
     """The same for CUDA, where the size of threadgroup memory belongs to the kernel."""
-    make = cast(Callable[..., Kernel], mx.fast.cuda_kernel)
+    make = cast(Callable[..., CompiledKernel], mx.fast.cuda_kernel)
+    _, scratch_bytes = scratch_places(kernel)
+    # MLX may look at the name only
+    name = f"{kernel.name}_precise" if precise else kernel.name
     return make(
-        name=f"{name}_precise" if precise else name,  # MLX may look at the name only
-        input_names=list(input_names),
-        output_names=list(output_names),
-        source=source,
-        header=cuda_header(headers, precise),
+        name=name,
+        input_names=list(kernel.inputs),
+        output_names=list(kernel.outputs),
+        source=cuda_source(kernel),
+        header=cuda_header(kernel, precise),
         ensure_row_contiguous=False,
         shared_memory=scratch_bytes,
     )

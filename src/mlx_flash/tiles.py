@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)
+LARGEST_HEAD_DIM = 256
 REGISTERS_LIMIT = 72
 THREADGROUP_BYTES_LIMIT = 32768
 
@@ -25,6 +25,7 @@ class Tile:
             attention_dq, keys (BK) of attention_dkv.
         block: Rows of a streamed tile: keys (BK), respectively queries (BQ).
         fragments: 8-row fragments that a simdgroup owns (FQ, respectively FK).
+        parts: Simdgroups that share these rows, each with its part of the columns (DS).
         rows_in_tg: The first left operand (q, respectively k) stays in threadgroup
             memory instead of registers.
         second_in_tg: So does the second (dout, respectively v).
@@ -35,15 +36,16 @@ class Tile:
     fragments: int = 1
     rows_in_tg: bool = False
     second_in_tg: bool = False
+    parts: int = 1
 
     @property
     def threads(self) -> int:
         """Threads of a threadgroup."""
-        return 32 * self.rows // (8 * self.fragments)
+        return 32 * self.parts * self.rows // (8 * self.fragments)
 
 
 # Key: (kernel, largest head dim of the row, bytes of an element); the first row that is
-# wide enough wins. "attention_dkv" gives dk and dv in one pass; head dims that have no
+# wide enough for q, k and v wins. "attention_dkv" gives dk and dv in one pass; head dims that have no
 # such row use "attention_dk" and "attention_dv", the same body with one flag each.
 # `registers` in the comments is fragment_registers(...) at the largest head dim.
 TABLE: dict[tuple[str, int, int], Tile] = {
@@ -54,6 +56,8 @@ TABLE: dict[tuple[str, int, int], Tile] = {
     ("attention_forward", 128, 2): Tile(32, 16),  # registers 56
     ("attention_forward", 96, 4): Tile(32, 16),  # registers 58
     ("attention_forward", 128, 4): Tile(32, 8),  # registers 70
+    ("attention_forward", 256, 2): Tile(32, 16, parts=2),  # registers 56
+    ("attention_forward", 256, 4): Tile(16, 8, parts=2),  # registers 70
     ("attention_dq", 64, 2): Tile(64, 32),  # registers 54
     ("attention_dq", 80, 2): Tile(64, 32),  # registers 62
     ("attention_dq", 96, 2): Tile(32, 16),  # registers 60
@@ -62,6 +66,8 @@ TABLE: dict[tuple[str, int, int], Tile] = {
     ("attention_dq", 80, 4): Tile(32, 8),  # registers 68
     ("attention_dq", 96, 4): Tile(32, 16, rows_in_tg=True),  # registers 62
     ("attention_dq", 128, 4): Tile(32, 8, rows_in_tg=True),  # registers 72
+    ("attention_dq", 256, 2): Tile(16, 16, parts=4),  # registers 44
+    ("attention_dq", 256, 4): Tile(16, 8, parts=4),  # registers 56
     ("attention_dkv", 64, 2): Tile(64, 16),  # registers 62
     ("attention_dkv", 80, 2): Tile(32, 8),  # registers 68
     ("attention_dkv", 96, 2): Tile(32, 8, rows_in_tg=True),  # registers 68
@@ -70,13 +76,17 @@ TABLE: dict[tuple[str, int, int], Tile] = {
     ("attention_dv", 128, 2): Tile(32, 16),  # registers 56
     ("attention_dv", 96, 4): Tile(32, 16),  # registers 58
     ("attention_dv", 128, 4): Tile(32, 8),  # registers 70
+    ("attention_dv", 256, 2): Tile(32, 16, parts=2),  # registers 56
+    ("attention_dv", 256, 4): Tile(16, 8, parts=2),  # registers 70
     ("attention_dk", 128, 2): Tile(32, 16, rows_in_tg=True),  # registers 60
     ("attention_dk", 80, 4): Tile(32, 8),  # registers 68
     ("attention_dk", 96, 4): Tile(32, 16, rows_in_tg=True),  # registers 62
     ("attention_dk", 128, 4): Tile(32, 8, rows_in_tg=True),  # registers 72
-    # two tiles of 8 rows in registers, one pass, no blocks
-    ("attention_delta", 128, 2): Tile(32, 0),
-    ("attention_delta", 128, 4): Tile(32, 0),
+    ("attention_dk", 256, 2): Tile(16, 16, parts=4),  # registers 44
+    ("attention_dk", 256, 4): Tile(16, 8, parts=4),  # registers 56
+    # one pass, no blocks
+    ("attention_delta", 256, 2): Tile(32, 0),
+    ("attention_delta", 256, 4): Tile(32, 0),
 }
 
 
@@ -104,9 +114,9 @@ CUDA_TABLE: dict[tuple[str, int, int], Tile] = {
     ("attention_dk", 128, 4): Tile(128, 32, 2, rows_in_tg=True),
     ("attention_dv", 128, 2): Tile(128, 64, 2, rows_in_tg=True),
     ("attention_dv", 128, 4): Tile(128, 32, 2, rows_in_tg=True),
-    # two tiles of 8 rows in registers, one pass, no blocks
-    ("attention_delta", 128, 2): Tile(32, 0),
-    ("attention_delta", 128, 4): Tile(32, 0),
+    # one pass, no blocks
+    ("attention_delta", 256, 2): Tile(32, 0),
+    ("attention_delta", 256, 4): Tile(32, 0),
 }
 TABLES = {"metal": TABLE, "cuda": CUDA_TABLE}
 # Tiles of a streamed operand that take turns (SLOTS of metal/tile.h and cuda/tile.h).
@@ -137,6 +147,17 @@ def fuses_dk_and_dv(D: int, element_bytes: int, gpu: str = "metal") -> bool:
     )
 
 
+def blocks(length: int, block: int) -> int:
+    """Blocks that cover a length."""
+    return -(-length // block)
+
+
+def width(D: int, parts: int = 1, gpu: str = "metal") -> int:
+    """Columns of a tile of D columns (Width of metal/tile.h and cuda/tile.h)."""
+    fragments = (8 if gpu == "metal" else 16) * parts
+    return blocks(D, fragments) * fragments
+
+
 def row_stride(D: int, element_bytes: int) -> int:
     """Elements from row to row in threadgroup memory (RowStride of metal/tile.h)."""
     chunk = 16 // element_bytes
@@ -149,7 +170,7 @@ def fragment_registers(kernel: str, t: Tile, D: int, element_bytes: int) -> int:
     An 8x8 fragment is two elements a lane: two registers in float, one in 16 bits.
     """
     operand = element_bytes // 2
-    wide = t.fragments * D // 8
+    wide = t.fragments * width(D, t.parts) // (8 * t.parts)
     narrow = t.fragments * t.block // 8
     first = 0 if t.rows_in_tg else wide * operand
     one_product = first + 2 * wide + 2 * narrow + operand * narrow
@@ -161,13 +182,16 @@ def fragment_registers(kernel: str, t: Tile, D: int, element_bytes: int) -> int:
         return one_product + second_product + loaded
     if kernel == "attention_dkv":
         return one_product + second_product + 2 * wide + operand * narrow + loaded
-    return 2 * wide * operand  # attention_delta
+    return 2 * operand  # attention_delta
 
 
 def threadgroup_bytes(kernel: str, t: Tile, D: int, element_bytes: int) -> int:
-    """Bytes of threadgroup memory that a kernel declares."""
+    """Bytes of threadgroup memory that a kernel uses."""
     rows = 2 * t.block + (t.rows_in_tg + t.second_in_tg) * t.rows
     row_numbers = 0
     if kernel in ("attention_dkv", "attention_dk", "attention_dv"):
         row_numbers = 2 * 4 * t.block
-    return rows * row_stride(D, element_bytes) * element_bytes + row_numbers
+    meetings = 1 if kernel == "attention_forward" else 2
+    parts = meetings * 4 * t.parts * t.rows * t.block if t.parts > 1 else 0
+    stride = row_stride(width(D, t.parts), element_bytes)
+    return rows * stride * element_bytes + row_numbers + parts

@@ -1,0 +1,30 @@
+"""The numbers that define an attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Options:
+    """The numbers that define an attention, besides its arrays.
+
+    Attributes:
+        scale: Multiplies q k^T.
+        low: Query i sees only keys j >= i + low. None: no such bound.
+        high: Query i sees only keys j <= i + high. None: no such bound.
+        softcap: c in c * tanh(x / c). None: no cap.
+    """
+
+    scale: float
+    low: int | None = None
+    high: int | None = None
+    softcap: float | None = None
+
+    def shifted(self, start: int) -> Options:
+        """The same attention where what was query ``start`` is query 0."""
+        if not start:
+            return self
+        low = None if self.low is None else self.low + start
+        high = None if self.high is None else self.high + start
+        return replace(self, low=low, high=high)
