@@ -1,4 +1,4 @@
-"""The public operation: validation, and the autograd chain of the four kernels."""
+"""The public operation: its contract, and the autograd chain of its back ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ import mlx.core as mx
 
 from mlx_flash import kernels, reference
 from mlx_flash.backends import backend
-
-DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+from mlx_flash.options import Options
+from mlx_flash.validation import (
+    check_dtypes,
+    check_mask,
+    check_segments,
+    check_shapes,
+    check_sinks,
+    make_options,
+)
 
 
 def flash_attention(
@@ -35,11 +42,15 @@ def flash_attention(
     r"""Exact attention, ``softmax(scale * q @ k.T + mask) @ v``, in linear memory.
 
     The score matrix is never stored, in the forward or in the backward.
-    Differentiable once in ``q``, ``k`` and ``v``; scores and sums are float32;
-    results are bit-reproducible.
+    Differentiable once in ``q``, ``k``, ``v``, an additive ``mask`` and ``sinks``;
+    scores and sums are float32; results are bit-reproducible.
 
     Dimensions: ``B`` batch, ``H`` query heads, ``HKV`` key/value heads (divides
     ``H``), ``Tq``/``Tk`` queries/keys, ``D`` head dimension of q and k, ``Dv`` of v.
+
+    A query sees a key if ``causal``, ``window``, ``mask`` and ``segment_ids`` all
+    allow it. A query that sees no key returns zeros and passes no gradient
+    (``mx.fast.scaled_dot_product_attention`` returns the mean of v there).
 
     Args:
         q: Queries ``[B, H, Tq, D]``; float32, float16 or bfloat16, any strides.
@@ -55,15 +66,24 @@ def flash_attention(
                              1 1 1 1 1                   1 0
                                                          1 1
 
-            A query that sees no key returns zeros and passes no gradient.
-            (``mx.fast.scaled_dot_product_attention`` returns the mean of v there.)
-        window: Not implemented yet.
-        softcap: Not implemented yet.
-        mask: Not implemented yet.
-        segment_ids: Not implemented yet.
-        sinks: Not implemented yet.
+        window: An integer ``W >= 1`` (needs ``causal``): a query sees the ``W`` newest
+            of its keys, its own ``i + Tk - Tq`` included. A pair ``(left, right)``:
+            that many keys before and after its own, which it sees too; None: all of
+            that side. With ``causal``, none after its own.
+        softcap: ``c > 0``: a score ``x`` becomes ``c * tanh(x / c)``, before the mask.
+        mask: Bool (True: visible), or float32, float16 or bfloat16, added to the
+            scores. Broadcasts to ``[B, H, Tq, Tk]`` and is never expanded. An additive
+            value below -6e35, such as -inf or the lowest finite float32 or bfloat16,
+            hides the key as False does. The gradient of an additive mask has its shape
+            and dtype, and is computed only if it is asked for.
+        segment_ids: Integers of at most 32 bits: ``[B, T]``, or a pair
+            ``([B, Tq], [B, Tk])``. A query sees keys with its own id only. For packed
+            sequences see :func:`mlx_flash.segment_ids_from_cu_seqlens`.
+        sinks: ``[H]``, float32, float16 or bfloat16: the score of one more key per
+            head, which has no value; it only enters the denominator.
         return_lse: Also return the natural logarithm of each row's softmax
-            denominator; it is differentiable, and -inf for a query without a key.
+            denominator, the sink included. It is differentiable; for a query without a
+            key it is -inf, or the sink.
         precise: Only matters on CUDA, in float32. False: products in TF32 (11 bits of
             mantissa), as in MLX's own operations there, unless ``MLX_ENABLE_TF32=0``
             tells MLX otherwise. True: as accurate as float32, three times the products.
@@ -77,84 +97,55 @@ def flash_attention(
         ``out.transpose(0, 2, 1, 3).reshape(B, Tq, H * Dv)`` copies nothing.
 
     Raises:
-        ValueError: Ranks, sizes, head counts, head dims or dtypes disagree, or
-            ``scale`` is not finite.
+        ValueError: Ranks, sizes, head counts, head dims or dtypes disagree, or a
+            number is outside its range.
         NotImplementedError: The inputs are valid but no kernel covers them, or a
-            gradient of a gradient or a forward-mode derivative is asked for.
+            gradient of a gradient, a forward-mode derivative or, of the kernels, a
+            ``mx.vmap`` is asked for.
+
+    Note:
+        NaN and infinities. In ``q`` and ``k`` they reach the results of those queries
+        and keys that see them and no others. In ``v`` and in the cotangent of ``out``
+        they may also reach results that do not see them: a hidden key has weight 0,
+        and 0 * NaN is NaN. To keep it out, every call would have to look at every
+        value; MLX's own attention does not either. A query whose cotangents are all 0,
+        such as padding, contributes nothing to any gradient, whatever its numbers are.
 
     Source: FlashAttention-2, https://arxiv.org/abs/2307.08691, Alg. 1 and 2.
     """
     check_shapes(q, k, v)
     check_dtypes(q, k, v)
-    unsupported = {
-        "window": window,
-        "softcap": softcap,
-        "mask": mask,
-        "segment_ids": segment_ids,
-        "sinks": sinks,
-    }
-    for name, value in unsupported.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"[flash_attention] {name} is not implemented yet; use "
-                "mx.fast.scaled_dot_product_attention with an array mask"
-            )
-    head_dim = q.shape[-1]
-    scale = head_dim**-0.5 if scale is None else float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"[flash_attention] scale must be finite, got {scale}")
-
+    B, H, Tq, D = q.shape
+    Tk, Dv = v.shape[2:]
+    options = make_options(
+        D, Tq, Tk, scale=scale, causal=causal, window=window, softcap=softcap
+    )
     dtype = mx.result_type(q, k, v)
     with mx.stream(stream or mx.default_stream(mx.default_device())):
+        others: dict[str, mx.array] = {}  # the arrays besides q, k and v
+        if mask is not None:
+            others["mask"] = check_mask(mask, q, k, v)
+        if segment_ids is not None:
+            segments = check_segments(segment_ids, q, k, v)
+            others["q_segments"], others["k_segments"] = segments
+        if sinks is not None:
+            others["sinks"] = check_sinks(sinks, q, k, v)
         q, k, v = (x if x.dtype == dtype else x.astype(dtype) for x in (q, k, v))
-        B, H, Tq, _ = q.shape
-        if B * H * Tq * k.shape[2] * v.shape[-1] == 0:
-            out = mx.zeros((B, H, Tq, v.shape[-1]), dtype)
+        if B * H * Tq * Tk == 0:
+            out = mx.zeros((B, H, Tq, Dv), dtype)
             lse = mx.full((B, H, Tq), -math.inf, mx.float32)
+            if "sinks" in others:
+                lse = mx.broadcast_to(others["sinks"][:, None], lse.shape)
         else:
             attention = attention_function(
-                backend(), scale, bool(causal), precise or not mlx_uses_tf32(), stream
+                backend(),
+                options,
+                tuple(others),
+                precise or not mlx_uses_tf32(),
+                stream,
             )
-            out, lse = attention(q, k, v)
+            out, lse = attention(q, k, v, *others.values())
     return (out, lse) if return_lse else out
-
-
-def describe(q: mx.array, k: mx.array, v: mx.array) -> str:
-    """The shapes and dtypes of the inputs, as error messages print them."""
-    return ", ".join(
-        f"{name} {list(x.shape)} {str(x.dtype).removeprefix('mlx.core.')}"
-        for name, x in (("q", q), ("k", k), ("v", v))
-    )
-
-
-def check_shapes(q: mx.array, k: mx.array, v: mx.array) -> None:
-    """Raise ValueError unless the three shapes belong together."""
-    problem = None
-    if not (q.ndim == k.ndim == v.ndim == 4):
-        problem = "q, k and v must have rank 4: [B, H, T, D]"
-    elif not (q.shape[0] == k.shape[0] == v.shape[0]):
-        problem = "q, k and v must have the same batch size"
-    elif k.shape[1] != v.shape[1]:
-        problem = "k and v must have the same number of heads"
-    elif q.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
-        problem = "the heads of k and v must divide the heads of q (do not tile them)"
-    elif k.shape[2] != v.shape[2]:
-        problem = "k and v must have the same number of keys"
-    elif q.shape[3] != k.shape[3]:
-        problem = "q and k must have the same head dim"
-    elif q.shape[3] == 0:
-        problem = "the head dim of q and k must be at least 1"
-    if problem:
-        raise ValueError(f"[flash_attention] {problem}, got {describe(q, k, v)}")
-
-
-def check_dtypes(q: mx.array, k: mx.array, v: mx.array) -> None:
-    """Raise ValueError unless every input is float32, float16 or bfloat16."""
-    if not {q.dtype, k.dtype, v.dtype} <= set(DTYPES):
-        raise ValueError(
-            "[flash_attention] q, k and v must be float32, float16 or bfloat16 "
-            f"(convert with .astype), got {describe(q, k, v)}"
-        )
 
 
 def mlx_uses_tf32() -> bool:
@@ -162,42 +153,69 @@ def mlx_uses_tf32() -> bool:
     return os.environ.get("MLX_ENABLE_TF32", "1") != "0"
 
 
-Attention = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
+Attention = Callable[..., tuple[mx.array, mx.array]]
 
 
 @lru_cache(maxsize=256)
 def attention_function(
     backend_name: str,
-    scale: float,
-    causal: bool,
+    options: Options,
+    names: tuple[str, ...],
     precise: bool,
     stream: mx.Stream | mx.Device | None,
 ) -> Attention:
-    """``(q, k, v) -> (out, lse)`` with its VJP, for one back end and one mask."""
+    """``(q, k, v, *others) -> (out, lse)`` with its VJP.
+
+    Args:
+        backend_name: What runs it.
+        options: The numbers of the attention.
+        names: Those of the arrays besides q, k and v that are given, in their order:
+            every array must be an argument of its own to get a gradient.
+        precise: As in :func:`flash_attention`.
+        stream: Where the backward runs; the forward runs where it is called.
+    """
+    names = ("q", "k", "v", *names)
+    forward: Callable[..., tuple[mx.array, mx.array]]
+    backward: Callable[..., dict[str, mx.array]]
     if backend_name == "reference":
-        forward = reference.attention_forward
-        backward = reference.attention_backward
+        forward = partial(reference.attention_forward, options=options)
+        backward = partial(reference.attention_backward, options=options)
     else:
         forward = partial(
-            kernels.attention_forward, backend=backend_name, precise=precise
+            kernels.attention_forward,
+            options=options,
+            backend=backend_name,
+            precise=precise,
         )
         backward = partial(
-            kernels.attention_backward, backend=backend_name, precise=precise
+            kernels.attention_backward,
+            options=options,
+            backend=backend_name,
+            precise=precise,
         )
+    can_be_mapped = backend_name == "reference"
 
     @mx.custom_function
-    def attention(q: mx.array, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        return forward(q, k, v, scale=scale, causal=causal)
+    def attention(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+        if not can_be_mapped:
+            arrays = not_mapped(*arrays)
+        return forward(**dict(zip(names, arrays, strict=True)))
 
     # The backward is a custom function of its own, so that differentiating it raises
     # everywhere: a kernel that runs on the host would otherwise give silent zeros.
     @mx.custom_function
-    def attention_gradient(
-        *arrays: mx.array,
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        q, k, v, out, lse, dout, dlse = arrays
+    def attention_gradient(*arrays: mx.array) -> tuple[mx.array, ...]:
+        *inputs, out, lse, dout, dlse = arrays
+        if not can_be_mapped:  # the forward looked at the others
+            dout, dlse = not_mapped(dout, dlse)
+        given = dict(zip(names, inputs, strict=True))
         with mx.stream(stream or mx.default_stream(mx.default_device())):
-            return backward(q, k, v, out, lse, dout, dlse, scale=scale, causal=causal)
+            gradients = backward(**given, out=out, lse=lse, dout=dout, dlse=dlse)
+            # A bool mask and ids have no gradient, but MLX wants one per input.
+            return tuple(
+                gradients[name] if name in gradients else mx.zeros_like(x)
+                for name, x in given.items()
+            )
 
     @attention_gradient.vjp
     def second_order(*_: object) -> None:
@@ -224,3 +242,23 @@ def attention_function(
         return attention_gradient(*primals, *outputs, *cotangents)
 
     return cast(Attention, attention)
+
+
+@mx.custom_function
+def guarded(*arrays: mx.array) -> tuple[mx.array, ...]:
+    """The arrays themselves."""
+    return arrays
+
+
+@guarded.vmap
+def vmap_of_a_kernel(*_: object) -> None:
+    """Refuse, in words of this library and before MLX does."""
+    raise NotImplementedError(
+        "[flash_attention] mx.vmap of the kernels is not implemented; fold the mapped "
+        "axes into B by a reshape, or use mlx_flash.use_backend('reference')"
+    )
+
+
+def not_mapped(*arrays: mx.array) -> tuple[mx.array, ...]:
+    """The arrays themselves, of which none may be mapped by ``mx.vmap``."""
+    return cast("tuple[mx.array, ...]", guarded(*arrays))
