@@ -27,9 +27,10 @@ inline void attention_delta(Operand<T> out, Operand<T> dout, RowOperand lse,
   }
   load_row_values(lse_rows, lse, at.batch, at.head, q_first, n.Tq, at);
   load_row_values(dlse_rows, dlse, at.batch, at.head, q_first, n.Tq, at);
-  const bool constant = over_row_sum(nonzeros.value[0]) == 0.0f && dlse_rows.value[0] == 0.0f;
+  const bool has_cotangent =
+      over_row_sum(nonzeros.value[0]) != 0.0f || dlse_rows.value[0] != 0.0f;
   const float difference = over_row_sum(sum.value[0]) - dlse_rows.value[0];
-  const bool passes = !constant && !(lse_rows.value[0] < HIDDEN);
+  const bool passes = has_cotangent && !(lse_rows.value[0] < HIDDEN);
   sum.value[0] = passes ? difference : 0.0f;
   lse_rows.value[0] = passes ? lse_rows.value[0] * LOG2_E : NO_GRADIENT;
   store_row_values(delta + row_offset(n, at.batch, at.head), sum, q_first, n.Tq, at);

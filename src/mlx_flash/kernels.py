@@ -546,8 +546,8 @@ def dmask_kernel(
 
 
 def parts_scratch(*names: str) -> Iterator[Scratch]:
-    """Where the DS parts of a sum meet, BQ x BK floats each."""
-    return (Scratch(name, ("MEETING_PARTS", "BQ", "BK")) for name in names)
+    """Where the DS parts of a sum meet, BQ x BK floats each; one part meets nobody."""
+    return (Scratch(name, ("DS", "BQ", "BK")) for name in names)
 
 
 def sizes_template(variant: Variant) -> tuple[tuple[str, int | mx.Dtype], ...]:

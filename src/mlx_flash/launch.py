@@ -166,11 +166,9 @@ SCRATCH_ALIGNMENT = 1024  # wgmma reads tiles whose swizzle repeats after 1024 b
 def scratch_rows(kernel: Kernel, array: Scratch) -> int:
     """The number of rows of a threadgroup array."""
     constants = dict(kernel.template)
-    parts = cast(int, constants.get("DS", 1))
-    constants |= {
-        "SLOTS": tiles.SLOTS[kernel.gpu],
-        "MEETING_PARTS": parts if parts > 1 else 0,
-    }
+    constants |= {"SLOTS": tiles.SLOTS[kernel.gpu]}
+    if array.rows[0] == "DS" and constants["DS"] == 1:  # no parts of a sum to meet
+        return 0
     return math.prod(cast(int, constants[name]) for name in array.rows)
 
 
