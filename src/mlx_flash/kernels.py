@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -66,7 +67,7 @@ class Problem:
     sinks: mx.array | None = None
     gpu: str = "metal"
 
-    @property
+    @cached_property
     def variant(self) -> Variant:
         """Its kernels."""
         return Variant(
@@ -84,9 +85,11 @@ class Problem:
 
     def queries(self, rows: slice) -> Problem:
         """The part of the problem that some query rows are."""
+        if rows.stop - rows.start == self.q.shape[2]:
+            return self
         return replace(
             self,
-            q=self.q[:, :, rows],
+            q=part(self.q, rows, axis=2),
             options=self.options.shifted(rows.start),
             mask=part(self.mask, rows, axis=2),
             q_segments=part(self.q_segments, rows, axis=1),
@@ -94,19 +97,24 @@ class Problem:
 
     def keys(self, rows: slice) -> Problem:
         """The part of the problem that some keys are."""
+        if rows.stop - rows.start == self.k.shape[2]:
+            return self
         return replace(
             self,
-            k=self.k[:, :, rows],
-            v=self.v[:, :, rows],
+            k=part(self.k, rows, axis=2),
+            v=part(self.v, rows, axis=2),
             options=self.options.shifted(-rows.start),
             mask=part(self.mask, rows, axis=3),
             k_segments=part(self.k_segments, rows, axis=1),
         )
 
 
-def part(x: mx.array | None, rows: slice, axis: int) -> mx.array | None:
+Array = TypeVar("Array", mx.array, mx.array | None)
+
+
+def part(x: Array, rows: slice, axis: int) -> Array:
     """Rows of an array along an axis, all of it where it has one element there."""
-    if x is None or x.shape[axis] == 1:
+    if x is None or x.shape[axis] in (1, rows.stop - rows.start):
         return x
     return x[(slice(None),) * axis + (rows,)]
 
@@ -162,7 +170,7 @@ def attention_backward(
     delta, lse2 = run(delta_call(out, dout, lse, dlse, gpu), backend, precise)
 
     def dq_of(rows: slice) -> list[mx.array]:
-        row_inputs = dout[:, :, rows], lse2[:, :, rows], delta[:, :, rows]
+        row_inputs = (part(x, rows, axis=2) for x in (dout, lse2, delta))
         return run(dq_call(problem.queries(rows), *row_inputs), backend, precise)
 
     def dkv_of(kernel: str) -> list[mx.array]:
@@ -212,7 +220,7 @@ def mask_gradient(
         if sums_q:
             call = dmask_call(problem.keys(rows), dout, lse2, delta)
         else:
-            row_inputs = dout[:, :, rows], lse2[:, :, rows], delta[:, :, rows]
+            row_inputs = (part(x, rows, axis=2) for x in (dout, lse2, delta))
             call = dmask_call(problem.queries(rows), *row_inputs)
         return run(call, backend, precise)
 
@@ -231,9 +239,12 @@ def mask_gradient(
 
 def joined(pieces: Iterator[list[mx.array]], axes: tuple[int, ...]) -> list[mx.array]:
     """The outputs of several launches as those of one."""
-    outputs = list(zip(*pieces, strict=True))
+    first, *others = pieces
+    if not others:
+        return first
+    outputs = zip(first, *others, strict=True)
     return [
-        x[0] if len(x) == 1 else mx.concatenate(x, axis=axis)
+        mx.concatenate(list(x), axis=axis)
         for x, axis in zip(outputs, axes, strict=False)
     ]
 
@@ -355,7 +366,7 @@ def dmask_call(
     Along Tq and Tk, where the mask has one element, it is still to be summed over the
     rows and columns of a tile.
     """
-    B, H, Tq, _ = problem.q.shape
+    B, _, Tq, _ = problem.q.shape
     Tk, mask = problem.k.shape[2], problem.mask
     assert mask is not None
     variant = problem.variant
@@ -377,7 +388,7 @@ def dmask_call(
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def forward_kernel(variant: Variant) -> Kernel:
     """The text of ``attention_forward``."""
     tile = variant.tile("attention_forward")
@@ -414,7 +425,7 @@ def forward_kernel(variant: Variant) -> Kernel:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def delta_kernel(dtype: mx.Dtype, DV: int, gpu: str) -> Kernel:
     """The text of ``attention_delta``."""
     tile = tiles.tile("attention_delta", DV, dtype.size, gpu)
@@ -437,7 +448,7 @@ def delta_kernel(dtype: mx.Dtype, DV: int, gpu: str) -> Kernel:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def dq_kernel(variant: Variant) -> Kernel:
     """The text of ``attention_dq``."""
     tile = variant.tile("attention_dq")
@@ -468,7 +479,7 @@ def dq_kernel(variant: Variant) -> Kernel:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def dkv_kernel(variant: Variant, kernel: str) -> Kernel:
     """The text of ``attention_dkv`` with the outputs of a row of the tile table."""
     tile = variant.tile(kernel)
@@ -510,10 +521,8 @@ def dkv_kernel(variant: Variant, kernel: str) -> Kernel:
     )
 
 
-@lru_cache(maxsize=None)
-def dmask_kernel(
-    variant: Variant, sums: tuple[bool, ...], dtype: mx.Dtype
-) -> Kernel:
+@cache
+def dmask_kernel(variant: Variant, sums: tuple[bool, ...], dtype: mx.Dtype) -> Kernel:
     """The text of ``attention_dmask``; ``sums`` says which axes are summed over."""
     tile = variant.tile("attention_dq")
     return Kernel(
@@ -641,11 +650,11 @@ def shared_inputs(
         constant((H, HKV, Tq, Tk, low, high), mx.int32),
         constant((options.scale, softcap), mx.float32),
     ]
-    if problem.q_segments is not None:
-        ids = {"q": problem.q_segments, "k": problem.k_segments}
-        inputs += [flat(ids["q"]), flat(ids["k"])]
-        inputs.append(block_ids(ids[own], own_rows))
-        inputs.append(block_ids(ids["k" if own == "q" else "q"], other_rows))
+    q_ids, k_ids = problem.q_segments, problem.k_segments
+    if q_ids is not None and k_ids is not None:
+        own_ids, other_ids = (q_ids, k_ids) if own == "q" else (k_ids, q_ids)
+        inputs += [flat(q_ids), flat(k_ids)]
+        inputs += [block_ids(own_ids, own_rows), block_ids(other_ids, other_rows)]
     if problem.mask is not None:
         mask = mx.broadcast_to(problem.mask, (B, H, Tq, Tk))
         inputs.append(at_least_8(mask))

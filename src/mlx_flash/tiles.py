@@ -10,6 +10,7 @@ yet measured on Apple hardware. The rows for CUDA were chosen by measurement on 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 LARGEST_HEAD_DIM = 256
 REGISTERS_LIMIT = 72
@@ -45,8 +46,9 @@ class Tile:
 
 
 # Key: (kernel, largest head dim of the row, bytes of an element); the first row that is
-# wide enough for q, k and v wins. "attention_dkv" gives dk and dv in one pass; head dims that have no
-# such row use "attention_dk" and "attention_dv", the same body with one flag each.
+# wide enough for q, k and v wins. "attention_dkv" gives dk and dv in one pass; head dims
+# that have no such row use "attention_dk" and "attention_dv", the same body with one flag
+# each.
 # `registers` in the comments is fragment_registers(...) at the largest head dim.
 TABLE: dict[tuple[str, int, int], Tile] = {
     # two row fragments share each k and v fragment: half the loads per product
@@ -123,6 +125,7 @@ TABLES = {"metal": TABLE, "cuda": CUDA_TABLE}
 SLOTS = {"metal": 1, "cuda": 2}
 
 
+@cache
 def tile(kernel: str, D: int, element_bytes: int, gpu: str = "metal") -> Tile:
     """The table's row for a kernel.
 
@@ -139,6 +142,7 @@ def tile(kernel: str, D: int, element_bytes: int, gpu: str = "metal") -> Tile:
     return TABLES[gpu][kernel, widths[0], element_bytes]
 
 
+@cache
 def fuses_dk_and_dv(D: int, element_bytes: int, gpu: str = "metal") -> bool:
     """Whether one attention_dkv launch gives both dk and dv."""
     return any(
