@@ -135,7 +135,8 @@ def implementations(case: Case) -> dict[str, Function]:
     mask: str | mx.array | None = "causal" if case.causal else None
     segment_ids = None
     if case.segments > 1:
-        segment_ids = mx.broadcast_to(mx.array(case.segment_ids), (case.B, case.T))
+        ids = mx.array(case.segment_ids, mx.int32)
+        segment_ids = mx.broadcast_to(ids, (case.B, case.T))
     if case.window or case.segments > 1:
         mask = mx.array(case.shown(slice(None)))
         mx.eval(mask)
