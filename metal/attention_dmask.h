@@ -52,10 +52,15 @@ inline void attention_dmask(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T>
       const int h = SUM_H ? next / (n_k * n_q) % n_h : at.head;
       const int b = SUM_B ? next / (n_k * n_q * n_h) : at.batch;
       const int h_kv = h / (n.H / n.HKV);
-      stage<BK, D, W, THREADS, false>(slot<BK, W>(k_tg, next), k, b, h_kv, k_next, n.Tk,
-                                      at.thread_index);
-      stage<BK, DV, WV, THREADS, false>(slot<BK, WV>(v_tg, next), v, b, h_kv, k_next,
-                                        n.Tk, at.thread_index);
+      stage<BK, D, W, THREADS, IN_ABT>(slot<BK, W>(k_tg, next), k, b, h_kv, k_next,
+                                       n.Tk, at.thread_index);
+      stage<BK, DV, WV, THREADS, IN_ABT>(slot<BK, WV>(v_tg, next), v, b, h_kv, k_next,
+                                         n.Tk, at.thread_index);
+    }
+    staged_wait();
+    if (now >= 0) {
+      finish<BK, W, THREADS, IN_ABT>(k_tg, now, at.thread_index);
+      finish<BK, WV, THREADS, IN_ABT>(v_tg, now, at.thread_index);
     }
     staged_sync();  // both tiles of the block of this turn are complete
 
@@ -97,6 +102,6 @@ inline void attention_dmask(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T>
 
   const int n_rows = SUM_Q ? BQ : n.Tq, n_cols = SUM_K ? BK : n.Tk;
   const long head = long(at.batch) * (SUM_H ? 1 : n.H) + at.head;
-  store_tile(dmask + head * n_rows * n_cols, sum, own_q * BQ + first_row<FQ>(at), n_rows,
-             own_k * BK, n_cols, at);
+  store_tile(dmask + head * n_rows * n_cols, sum, own_q * BQ + first_row<FQ>(at),
+             n_rows, own_k * BK, n_cols, at);
 }
