@@ -97,6 +97,6 @@ inline void attention_dmask(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T>
 
   const int n_rows = SUM_Q ? BQ : n.Tq, n_cols = SUM_K ? BK : n.Tk;
   const long head = long(at.batch) * (SUM_H ? 1 : n.H) + at.head;
-  store_tile(dmask + head * n_rows * n_cols, sum, own_q * BQ + first_row<FQ>(at), n_rows,
-             own_k * BK, n_cols, at);
+  store_tile(dmask + head * n_rows * n_cols, sum, own_q * BQ + first_row<FQ>(at),
+             n_rows, own_k * BK, n_cols, at);
 }

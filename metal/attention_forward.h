@@ -89,5 +89,6 @@ inline void attention_forward(Operand<T> q, Operand<T> k, Operand<T> v,
   softmax.finish(acc);
   store_rows<DV>(out + output_offset(n.Tq, n.H, DV, at.batch, at.head, 0),
                  long(n.H) * DV, acc, q_first, n.Tq, at);
-  store_row_values(lse + row_offset(n, at.batch, at.head), softmax.l, q_first, n.Tq, at);
+  store_row_values(lse + row_offset(n, at.batch, at.head), softmax.l, q_first, n.Tq,
+                   at);
 }

@@ -12,9 +12,9 @@
 
 struct NoSegments {};
 struct Segments {
-  const device int* q_ids;   // [B, Tq]
-  const device int* k_ids;   // [B, Tk]
-  const device int* own;     // [B, blocks of the kernel's own rows, 2] lowest, highest id
+  const device int* q_ids;  // [B, Tq]
+  const device int* k_ids;  // [B, Tk]
+  const device int* own;  // [B, blocks of the kernel's own rows, 2] lowest, highest id
   const device int* others;  // [B, blocks that are walked, 2]
   int lowest, highest;       // of the own block
 };
@@ -138,7 +138,8 @@ inline int next_block(Segments ids, Blocks blocks, int i, Worker at) {
     const int mine = i + at.lane;
     int found = blocks.count;
     if (mine < blocks.count) {
-      const device int* other = ids.others + 2 * (blocks.first + mine % blocks.per_head);
+      const device int* other =
+          ids.others + 2 * (blocks.first + mine % blocks.per_head);
       if (other[0] <= ids.highest && ids.lowest <= other[1]) found = mine;
     }
     found = over_simd_min(found);

@@ -317,8 +317,7 @@ inline void load_rows(thread RowTile<T, R, C>& x, Operand<T> from, int b, int h,
       UNROLL for (int e = 0; e < 2; ++e) {
         const int d = column + tile_col(at, 2 * c + e);
         const bool exists = t < n_rows && d < D;
-        x.frag[r][c].thread_elements()[e] =
-            exists ? first[d * from.stride.d] : T(0.0f);
+        x.frag[r][c].thread_elements()[e] = exists ? first[d * from.stride.d] : T(0.0f);
       }
     }
   }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
@@ -233,7 +233,7 @@ def joined(pieces: Iterator[list[mx.array]], axes: tuple[int, ...]) -> list[mx.a
     """The outputs of several launches as those of one."""
     outputs = list(zip(*pieces, strict=True))
     return [
-        x[0] if len(x) == 1 else mx.concatenate(x, axis=axis)
+        x[0] if len(x) == 1 else mx.concatenate(list(x), axis=axis)
         for x, axis in zip(outputs, axes, strict=False)
     ]
 
@@ -355,8 +355,8 @@ def dmask_call(
     Along Tq and Tk, where the mask has one element, it is still to be summed over the
     rows and columns of a tile.
     """
-    B, H, Tq, _ = problem.q.shape
-    Tk, mask = problem.k.shape[2], problem.mask
+    B, Tq, Tk = problem.q.shape[0], problem.q.shape[2], problem.k.shape[2]
+    mask = problem.mask
     assert mask is not None
     variant = problem.variant
     tile = variant.tile("attention_dq")
@@ -377,7 +377,7 @@ def dmask_call(
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def forward_kernel(variant: Variant) -> Kernel:
     """The text of ``attention_forward``."""
     tile = variant.tile("attention_forward")
@@ -414,7 +414,7 @@ def forward_kernel(variant: Variant) -> Kernel:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def delta_kernel(dtype: mx.Dtype, DV: int, gpu: str) -> Kernel:
     """The text of ``attention_delta``."""
     tile = tiles.tile("attention_delta", DV, dtype.size, gpu)
@@ -437,7 +437,7 @@ def delta_kernel(dtype: mx.Dtype, DV: int, gpu: str) -> Kernel:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def dq_kernel(variant: Variant) -> Kernel:
     """The text of ``attention_dq``."""
     tile = variant.tile("attention_dq")
@@ -468,7 +468,7 @@ def dq_kernel(variant: Variant) -> Kernel:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def dkv_kernel(variant: Variant, kernel: str) -> Kernel:
     """The text of ``attention_dkv`` with the outputs of a row of the tile table."""
     tile = variant.tile(kernel)
@@ -510,10 +510,8 @@ def dkv_kernel(variant: Variant, kernel: str) -> Kernel:
     )
 
 
-@lru_cache(maxsize=None)
-def dmask_kernel(
-    variant: Variant, sums: tuple[bool, ...], dtype: mx.Dtype
-) -> Kernel:
+@cache
+def dmask_kernel(variant: Variant, sums: tuple[bool, ...], dtype: mx.Dtype) -> Kernel:
     """The text of ``attention_dmask``; ``sums`` says which axes are summed over."""
     tile = variant.tile("attention_dq")
     return Kernel(
@@ -636,12 +634,14 @@ def shared_inputs(
     """
     (B, H, Tq, _), (_, HKV, Tk, _) = problem.q.shape, problem.k.shape
     options = problem.options
-    low, high, softcap = options.low or 0, options.high or 0, options.softcap or 0.0
+    # bounds beyond the score matrix mean the same at its edge, and fit in 32 bits
+    low, high = (min(max(n or 0, -Tq), Tk) for n in (options.low, options.high))
+    softcap = options.softcap or 0.0
     inputs = [
         constant((H, HKV, Tq, Tk, low, high), mx.int32),
         constant((options.scale, softcap), mx.float32),
     ]
-    if problem.q_segments is not None:
+    if problem.q_segments is not None and problem.k_segments is not None:
         ids = {"q": problem.q_segments, "k": problem.k_segments}
         inputs += [flat(ids["q"]), flat(ids["k"])]
         inputs.append(block_ids(ids[own], own_rows))

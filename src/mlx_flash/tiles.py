@@ -45,8 +45,9 @@ class Tile:
 
 
 # Key: (kernel, largest head dim of the row, bytes of an element); the first row that is
-# wide enough for q, k and v wins. "attention_dkv" gives dk and dv in one pass; head dims that have no
-# such row use "attention_dk" and "attention_dv", the same body with one flag each.
+# wide enough for q, k and v wins. "attention_dkv" gives dk and dv in one pass; head
+# dims that have no such row use "attention_dk" and "attention_dv", the same body with
+# one flag each.
 # `registers` in the comments is fragment_registers(...) at the largest head dim.
 TABLE: dict[tuple[str, int, int], Tile] = {
     # two row fragments share each k and v fragment: half the loads per product
