@@ -645,7 +645,9 @@ def shared_inputs(
     """
     (B, H, Tq, _), (_, HKV, Tk, _) = problem.q.shape, problem.k.shape
     options = problem.options
-    low, high, softcap = options.low or 0, options.high or 0, options.softcap or 0.0
+    # bounds beyond the score matrix mean the same at its edge, and fit in 32 bits
+    low, high = (min(max(n or 0, -Tq), Tk) for n in (options.low, options.high))
+    softcap = options.softcap or 0.0
     inputs = [
         constant((H, HKV, Tq, Tk, low, high), mx.int32),
         constant((options.scale, softcap), mx.float32),
