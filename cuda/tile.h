@@ -23,7 +23,7 @@ enum : int {
   TOGETHER = 4,                   // warps that must take the same branches
   ROWS_TOGETHER = 16 * TOGETHER,  // of one wgmma
   AHEAD = 1,                      // blocks that are staged before their turn
-  SLOTS = AHEAD + 2,              // one of them for the transposed tile
+  SLOTS = AHEAD + 1,
 };
 
 // What a staged tile is for: the products that read it, and whether its NaNs become 0.
@@ -33,6 +33,12 @@ enum : int { IN_ABT = 1, IN_AB = 2, NAN_AS_ZERO = 4 };
 template <typename T>
 struct InTf32 {
   enum : bool { value = sizeof(T) == 4 && FLOAT_TERMS == 1 };
+};
+
+// Tiles of a streamed operand that take turns; in TF32 one of them is transposed.
+template <typename T>
+struct TileSlots {
+  enum : int { value = SLOTS + (InTf32<T>::value ? 1 : 0) };
 };
 
 // Who runs: the place in the threadgroup, and the threadgroup's place in the grid.
@@ -681,7 +687,7 @@ inline void stage(T* to_tg, Operand<T> from, int b, int h, int row, int n_rows,
 // turn is staged in and that mma_abt reads.
 template <int ROWS, int W, typename T>
 inline T* slot(T* tiles_tg, int turn) {
-  return tiles_tg + turn % SLOTS * ROWS * RowStride<T, W>::value;
+  return tiles_tg + turn % TileSlots<T>::value * ROWS * RowStride<T, W>::value;
 }
 // The tile that mma_ab reads: in TF32 with wgmma the transposed one, in the slot that is
 // free until the next block is staged.
