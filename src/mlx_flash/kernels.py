@@ -50,7 +50,11 @@ class Variant:
 
     def tile(self, kernel: str) -> tiles.Tile:
         """The tile of one of its kernels."""
-        return tiles.tile(kernel, max(self.D, self.DV), self.dtype.size, self.gpu)
+        tile = tiles.tile(kernel, max(self.D, self.DV), self.dtype.size, self.gpu)
+        if self.gpu != "metal" and (self.mask or self.softcap):
+            # these take registers, of which a threadgroup of CUDA has 65536
+            tile = tile.with_at_most(256)
+        return tile
 
 
 @dataclass(frozen=True)

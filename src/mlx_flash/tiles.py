@@ -9,7 +9,7 @@ yet measured on Apple hardware. The rows for CUDA were chosen by measurement on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 LARGEST_HEAD_DIM = 256
@@ -44,11 +44,17 @@ class Tile:
         """Threads of a threadgroup."""
         return 32 * self.parts * self.rows // (8 * self.fragments)
 
+    def with_at_most(self, threads: int) -> Tile:
+        """The same tile with fewer rows, where a threadgroup has more threads."""
+        if self.threads <= threads:
+            return self
+        return replace(self, rows=self.rows * threads // self.threads)
+
 
 # Key: (kernel, largest head dim of the row, bytes of an element); the first row that is
-# wide enough for q, k and v wins. "attention_dkv" gives dk and dv in one pass; head dims
-# that have no such row use "attention_dk" and "attention_dv", the same body with one flag
-# each.
+# wide enough for q, k and v wins. "attention_dkv" gives dk and dv in one pass; head
+# dims that have no such row use "attention_dk" and "attention_dv", the same body with
+# one flag each.
 # `registers` in the comments is fragment_registers(...) at the largest head dim.
 TABLE: dict[tuple[str, int, int], Tile] = {
     # two row fragments share each k and v fragment: half the loads per product
