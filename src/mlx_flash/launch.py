@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict, cast
 import mlx.core as mx
 
 from mlx_flash import tiles
-from mlx_flash.kernel_files import read_header
+from mlx_flash.kernel_files import kernel_folder, read_header
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -242,15 +242,19 @@ CUDA_HEADERS = {
 
 
 def cuda_header(kernel: Kernel) -> str:
-    """All headers of a kernel, and how many products a float32 product is made of."""
+    """All headers of a kernel, and how many products a float32 product is made of.
+
+    By reference: MLX copies and hashes the text of a kernel in every launch, which for
+    the text of the headers takes longer than a short attention.
+    """
     files = [
         file
         for stem in kernel.headers
         for file in CUDA_HEADERS.get(stem, (("metal", stem),))
     ]
-    text = "".join(read_header(*file) for file in files)
     terms = 3 if kernel.gpu == "cuda_precise" else 1
-    return f"#define FLOAT_TERMS {terms}\n{text}"
+    lines = [f'#include "{kernel_folder(folder) / stem}.h"' for folder, stem in files]
+    return "\n".join([f"#define FLOAT_TERMS {terms}", *lines, ""])
 
 
 def cuda_kernel(kernel: Kernel) -> CompiledKernel:
