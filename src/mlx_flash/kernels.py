@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -206,24 +207,22 @@ def mask_gradient(
     precise: bool,
 ) -> mx.array:
     """Gradient of an additive mask, in its shape."""
-    sums_q, sums_k = (mask.shape[axis] == 1 for axis in (2, 3))
+    sums = sums_of(mask)
 
     def launch(rows: slice) -> list[mx.array]:
-        if sums_q:
-            call = dmask_call(problem.keys(rows), dout, lse2, delta)
+        if sums.q:
+            call = dmask_call(problem.keys(rows), dout, lse2, delta, sums)
         else:
             row_inputs = dout[:, :, rows], lse2[:, :, rows], delta[:, :, rows]
-            call = dmask_call(problem.queries(rows), *row_inputs)
+            call = dmask_call(problem.queries(rows), *row_inputs, sums)
         return run(call, backend, precise)
 
-    if not sums_q:
-        pieces, axis = query_pieces(problem, "attention_dq", backend), 2
-    elif not sums_k:
+    if sums.q:
         pieces, axis = key_pieces(problem, "attention_dq", backend), 3
     else:
-        pieces, axis = [slice(0, problem.k.shape[2])], 3
+        pieces, axis = query_pieces(problem, "attention_dq", backend), 2
     (dmask,) = joined(map(launch, pieces), (axis,))
-    summed = [axis for axis, sums in ((2, sums_q), (3, sums_k)) if sums]
+    summed = [axis for axis in (2, 3) if mask.shape[axis] == 1]
     if summed:
         dmask = dmask.sum(axis=summed, keepdims=True)
     return dmask.astype(mask.dtype)
@@ -347,22 +346,44 @@ def dkv_call(
     )
 
 
+class MaskSums(NamedTuple):
+    """The axes of ``[B, H, Tq, Tk]`` that ``attention_dmask`` sums a gradient over."""
+
+    b: bool
+    h: bool
+    q: bool
+    k: bool
+
+
+def sums_of(mask: mx.array) -> MaskSums:
+    """Where the mask has one element.
+
+    Not the keys besides the queries: one threadgroup would have to do everything.
+    """
+    b, h, q, k = (n == 1 for n in mask.shape)
+    return MaskSums(b, h, q, k and not q)
+
+
 def dmask_call(
-    problem: Problem, dout: mx.array, lse2: mx.array, delta: mx.array
+    problem: Problem,
+    dout: mx.array,
+    lse2: mx.array,
+    delta: mx.array,
+    sums: MaskSums,
 ) -> KernelCall:
     """``attention_dmask``: the mask's gradient.
 
-    Along Tq and Tk, where the mask has one element, it is still to be summed over the
-    rows and columns of a tile.
+    Where it sums over queries or keys, the rows or columns of a tile are still to be
+    added up.
     """
-    B, Tq, Tk = problem.q.shape[0], problem.q.shape[2], problem.k.shape[2]
-    mask = problem.mask
+    B, H, Tq, _ = problem.q.shape
+    Tk, mask = problem.k.shape[2], problem.mask
     assert mask is not None
     variant = problem.variant
     tile = variant.tile("attention_dq")
-    sums = tuple(n == 1 for n in mask.shape)
-    rows, columns = (tile.rows if sums[2] else Tq), (tile.block if sums[3] else Tk)
-    dtype = mx.float32 if sums[2] or sums[3] else mask.dtype
+    heads = (1 if sums.b else B), (1 if sums.h else H)
+    rows, columns = (tile.rows if sums.q else Tq), (tile.block if sums.k else Tk)
+    dtype = mx.float32 if sums.q or sums.k else mask.dtype
     x = tiles.blocks(rows, tile.rows) * tiles.blocks(columns, tile.block)
     return KernelCall(
         kernel=dmask_kernel(variant, sums, dtype),
@@ -371,9 +392,9 @@ def dmask_call(
             constant((B,), mx.int32),
             *shared_inputs(problem, tile.rows, tile.block, own="q"),
         ],
-        shapes=[(*mask.shape[:2], rows, columns)],
+        shapes=[(*heads, rows, columns)],
         dtypes=[dtype],
-        groups=(x, mask.shape[1], mask.shape[0]),
+        groups=(x, heads[1], heads[0]),
     )
 
 
@@ -511,8 +532,8 @@ def dkv_kernel(variant: Variant, kernel: str) -> Kernel:
 
 
 @cache
-def dmask_kernel(variant: Variant, sums: tuple[bool, ...], dtype: mx.Dtype) -> Kernel:
-    """The text of ``attention_dmask``; ``sums`` says which axes are summed over."""
+def dmask_kernel(variant: Variant, sums: MaskSums, dtype: mx.Dtype) -> Kernel:
+    """The text of ``attention_dmask``."""
     tile = variant.tile("attention_dq")
     return Kernel(
         name="attention_dmask",
