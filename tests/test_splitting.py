@@ -122,6 +122,7 @@ def test_pieces_are_whole_blocks_within_the_limit(
         pieces = splitting.pieces(n_rows, n_columns, low, high, block, depth, "any")
     covered = [row for rows in pieces for row in range(rows.start, rows.stop)]
     assert covered == list(range(n_rows))
+    assert all(rows.start < rows.stop for rows in pieces)
     assert all(rows.start % block == 0 for rows in pieces)
     for rows in pieces:
         seen = sum(
