@@ -5,7 +5,7 @@
 // Inputs     q [B,H,Tq,D], dout [B,H,Tq,DV], k [B,HKV,Tk,D], v [B,HKV,Tk,DV] T
 //            lse2, delta [B,H,Tq] float    scale, softcap float    mask: mask.h
 // Outputs    dmask [MB,MH,MQ,MK] M, where MB is B, or 1 if SUM_B; MH is H, or 1 if SUM_H;
-//            MQ is Tq, or BQ rows still to be added if SUM_Q; MK likewise.
+//            MQ is Tq, or BQ rows still to be added if SUM_Q; MK likewise; not both.
 // Grid       (blocks of MQ * blocks of MK, MH, MB) threadgroups of DS BQ/(8 FQ)
 //            simdgroups; a threadgroup owns BQ x BK elements, DS simdgroups 8 FQ rows of
 //            them, and sums over the rest in one order: no atomics.

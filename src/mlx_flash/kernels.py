@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -215,24 +215,23 @@ def mask_gradient(
     backend: str,
 ) -> mx.array:
     """Gradient of an additive mask, in its shape."""
-    sums_q, sums_k = (mask.shape[axis] == 1 for axis in (2, 3))
+    sums = sums_of(mask)
 
     def launch(rows: slice) -> list[mx.array]:
-        if sums_q:
-            call = dmask_call(problem.keys(rows), dout, lse2, delta)
+        if sums.q:
+            call = dmask_call(problem.keys(rows), dout, lse2, delta, sums=sums)
         else:
+            of_rows = problem.queries(rows)
             row_inputs = (part(x, rows, axis=2) for x in (dout, lse2, delta))
-            call = dmask_call(problem.queries(rows), *row_inputs)
+            call = dmask_call(of_rows, *row_inputs, sums=sums)
         return run(call, backend)
 
-    if not sums_q:
-        pieces, axis = query_pieces(problem, "attention_dq", backend), 2
-    elif not sums_k:
+    if sums.q:
         pieces, axis = key_pieces(problem, "attention_dq", backend), 3
     else:
-        pieces, axis = [slice(0, problem.k.shape[2])], 3
+        pieces, axis = query_pieces(problem, "attention_dq", backend), 2
     (dmask,) = joined(map(launch, pieces), (axis,))
-    summed = [axis for axis, sums in ((2, sums_q), (3, sums_k)) if sums]
+    summed = [axis for axis in (2, 3) if mask.shape[axis] == 1]
     if summed:
         dmask = dmask.sum(axis=summed, keepdims=True)
     return dmask.astype(mask.dtype)
@@ -361,22 +360,45 @@ def dkv_call(
     )
 
 
+class MaskSums(NamedTuple):
+    """The axes of ``[B, H, Tq, Tk]`` that ``attention_dmask`` sums a gradient over."""
+
+    b: bool
+    h: bool
+    q: bool
+    k: bool
+
+
+def sums_of(mask: mx.array) -> MaskSums:
+    """Where the mask has one element.
+
+    Not the keys besides the queries: one threadgroup would have to do everything.
+    """
+    b, h, q, k = (n == 1 for n in mask.shape)
+    return MaskSums(b, h, q, k and not q)
+
+
 def dmask_call(
-    problem: Problem, dout: mx.array, lse2: mx.array, delta: mx.array
+    problem: Problem,
+    dout: mx.array,
+    lse2: mx.array,
+    delta: mx.array,
+    *,
+    sums: MaskSums,
 ) -> KernelCall:
     """``attention_dmask``: the mask's gradient.
 
-    Along Tq and Tk, where the mask has one element, it is still to be summed over the
-    rows and columns of a tile.
+    Where it sums over queries or keys, the rows or columns of a tile are still to be
+    added up.
     """
-    B, _, Tq, _ = problem.q.shape
+    B, H, Tq, _ = problem.q.shape
     Tk, mask = problem.k.shape[2], problem.mask
     assert mask is not None
     variant = problem.variant
     tile = variant.tile("attention_dq")
-    sums = tuple(n == 1 for n in mask.shape)
-    rows, columns = (tile.rows if sums[2] else Tq), (tile.block if sums[3] else Tk)
-    dtype = mx.float32 if sums[2] or sums[3] else mask.dtype
+    heads = (1 if sums.b else B), (1 if sums.h else H)
+    rows, columns = (tile.rows if sums.q else Tq), (tile.block if sums.k else Tk)
+    dtype = mx.float32 if sums.q or sums.k else mask.dtype
     x = tiles.blocks(rows, tile.rows) * tiles.blocks(columns, tile.block)
     return KernelCall(
         kernel=dmask_kernel(variant, sums, dtype),
@@ -385,9 +407,9 @@ def dmask_call(
             constant((B,), mx.int32),
             *shared_inputs(problem, tile.rows, tile.block, own="q"),
         ],
-        shapes=[(*mask.shape[:2], rows, columns)],
+        shapes=[(*heads, rows, columns)],
         dtypes=[dtype],
-        groups=(x, mask.shape[1], mask.shape[0]),
+        groups=(x, heads[1], heads[0]),
     )
 
 
@@ -525,8 +547,8 @@ def dkv_kernel(variant: Variant, kernel: str) -> Kernel:
 
 
 @cache
-def dmask_kernel(variant: Variant, sums: tuple[bool, ...], dtype: mx.Dtype) -> Kernel:
-    """The text of ``attention_dmask``; ``sums`` says which axes are summed over."""
+def dmask_kernel(variant: Variant, sums: MaskSums, dtype: mx.Dtype) -> Kernel:
+    """The text of ``attention_dmask``."""
     tile = variant.tile("attention_dq")
     return Kernel(
         name="attention_dmask",
@@ -599,6 +621,14 @@ def strides(name: str, ndim: int) -> str:
 
 
 SIZES = "Sizes{sizes[0], sizes[1], sizes[2], sizes[3]}"
+IDS = (
+    "q_ids",
+    "k_ids",
+    "own_lowest",
+    "own_highest",
+    "other_lowest",
+    "other_highest",
+)
 GRADIENT_INPUTS = ("q", "k", "v", "dout", "lse2", "delta")
 GRADIENT_ARGUMENTS = (
     *map(operand, GRADIENT_INPUTS[:4]),
@@ -615,7 +645,7 @@ def shared_arguments(variant: Variant) -> tuple[str, ...]:
     """Source text of the last arguments: numbers, sizes and the mask."""
     ids, ids_type = "NoSegments{}", "NoSegments"
     if variant.segments:
-        ids = "Segments{q_ids, k_ids, own_ids, other_ids, 0, 0}"
+        ids = f"Segments{{{', '.join(IDS)}, 0, 0}}"
         ids_type = "Segments"
     array, array_type = "NoArray{}", "NoArray"
     if variant.mask is not None:
@@ -630,7 +660,7 @@ def shared_arguments(variant: Variant) -> tuple[str, ...]:
 
 def shared_input_names(variant: Variant) -> tuple[str, ...]:
     """Names of :func:`shared_inputs`."""
-    ids = ("q_ids", "k_ids", "own_ids", "other_ids") if variant.segments else ()
+    ids = IDS if variant.segments else ()
     mask = () if variant.mask is None else ("mask",)
     return "sizes", "numbers", *ids, *mask
 
@@ -659,7 +689,7 @@ def shared_inputs(
     if q_ids is not None and k_ids is not None:
         own_ids, other_ids = (q_ids, k_ids) if own == "q" else (k_ids, q_ids)
         inputs += [flat(q_ids), flat(k_ids)]
-        inputs += [block_ids(own_ids, own_rows), block_ids(other_ids, other_rows)]
+        inputs += block_ids(own_ids, own_rows) + block_ids(other_ids, other_rows)
     if problem.mask is not None:
         mask = mx.broadcast_to(problem.mask, (B, H, Tq, Tk))
         inputs.append(at_least_8(mask))
@@ -674,12 +704,14 @@ def gradient_inputs(
     return map(at_least_8, arrays)
 
 
-def block_ids(ids: mx.array, rows: int) -> mx.array:
-    """Lowest and highest id of each block of rows of ``[B, T]`` ids, flat."""
+def block_ids(ids: mx.array, rows: int) -> list[mx.array]:
+    """Lowest and highest id of each block of rows of ``[B, T]`` ids, each flat."""
     B, T = ids.shape
     n = tiles.blocks(T, rows)
-    blocks = mx.pad(ids, [(0, 0), (0, n * rows - T)], mode="edge").reshape(B, n, rows)
-    return flat(mx.stack([blocks.min(axis=2), blocks.max(axis=2)], axis=2))
+    if n * rows > T:
+        ids = mx.pad(ids, [(0, 0), (0, n * rows - T)], mode="edge")
+    blocks = ids.reshape(B, n, rows)
+    return [flat(blocks.min(axis=2)), flat(blocks.max(axis=2))]
 
 
 @lru_cache(maxsize=256)
@@ -699,8 +731,7 @@ def at_least_8(x: mx.array) -> mx.array:
 
 def flat(x: mx.array) -> mx.array:
     """All elements in a row, without gaps; a tiny array is padded."""
-    x = mx.contiguous(x).reshape(-1)
-    return at_least_8(x)
+    return at_least_8(mx.contiguous(x).reshape(-1))
 
 
 def check_head_dims(q: mx.array, v: mx.array, backend: str) -> None:
