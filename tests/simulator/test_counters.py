@@ -8,6 +8,7 @@ from counts import DTYPES, FILE, counts, launches
 from test_execution import MATRIX_HEADER, launch
 
 from mlx_flash import kernels, simulator, tiles
+from mlx_flash.options import Options
 
 PINNED = json.loads(FILE.read_text())
 
@@ -26,7 +27,7 @@ def test_counts_are_repeatable():
 def test_matrix_products_of_a_full_attention_are_those_of_the_equations(D):
     T = 64
     x = mx.random.normal((1, 1, T, D))
-    options = {"scale": 1.0, "causal": False, "backend": "simulator"}
+    options = {"options": Options(scale=1.0), "backend": "simulator"}
     kernels.check_lane_map("simulator")
     with simulator.record() as records:
         out, lse = kernels.attention_forward(x, x, x, **options)
