@@ -41,19 +41,49 @@ class Case:
     H: int = 16
     HKV: int = 16
     causal: bool = True
+    window: int | None = None
+    segments: int = 1
 
     @property
     def name(self) -> str:
         """What ``--cases`` calls it."""
         mask = "causal" if self.causal else "full"
+        if self.window:
+            mask = f"window{self.window}"
+        if self.segments > 1:
+            mask += f"-{self.segments}segments"
         heads = f"-H{self.H}-HKV{self.HKV}" if self.H != self.HKV else ""
         return f"{self.dtype}-D{self.D}-T{self.T}-{mask}{heads}"
 
     @property
     def forward_flops(self) -> float:
         """Useful operations: two products, over the visible scores only."""
-        visible = self.T * (self.T + 1) / 2 if self.causal else self.T**2
-        return 4 * self.B * self.H * visible * self.D
+        return 4 * self.B * self.H * self.visible * self.D
+
+    @property
+    def visible(self) -> float:
+        """Scores of a head that some query sees."""
+        length = self.T / self.segments
+        window = min(self.window or length, length)
+        seen = length**2
+        if self.causal:  # all rows see the window, the first ones less
+            seen = length * window - window * (window - 1) / 2
+        return self.segments * seen
+
+    @property
+    def segment_ids(self) -> np.ndarray:
+        """Ids ``[T]`` of segments of equal length."""
+        return np.arange(self.T) * self.segments // self.T
+
+    def shown(self, rows: slice) -> np.ndarray:
+        """Which keys some query rows see, bool ``[rows, T]``."""
+        i, j = np.arange(self.T)[rows, None], np.arange(self.T)
+        shown = self.segment_ids[rows, None] == self.segment_ids
+        if self.causal:
+            shown &= j <= i
+        if self.window:
+            shown &= j > i - self.window
+        return shown
 
     def arrays(self) -> Arrays:
         """The arrays q, k, v and the cotangent of the output, random."""
@@ -85,13 +115,31 @@ GPU_CASES = [
     Case("bfloat16", 128, 16383),
     Case("bfloat16", 128, 4096, causal=False),
     Case("bfloat16", 128, 8192, H=32, HKV=8),
+    Case("bfloat16", 128, 16384, window=1024),
+    Case("bfloat16", 128, 16384, segments=8),
+    Case("bfloat16", 256, 8192),
+    Case("float32", 64, 8192, window=512),
 ]
-CPU_CASES = [Case("float32", 64, T, H=2, HKV=2) for T in (256, 512, 1024)]
+CPU_CASES = [
+    *(Case("float32", 64, T, H=2, HKV=2) for T in (256, 512, 1024)),
+    Case("float32", 64, 1024, H=2, HKV=2, window=128),
+    Case("float32", 64, 1024, H=2, HKV=2, segments=8),
+]
 
 
 def implementations(case: Case) -> dict[str, Function]:
-    """What is compared, by name."""
-    mask = "causal" if case.causal else None
+    """What is compared, by name.
+
+    MLX has no windows and no segments: it is given an array mask, made in advance.
+    """
+    mask: str | mx.array | None = "causal" if case.causal else None
+    segment_ids = None
+    if case.segments > 1:
+        ids = mx.array(case.segment_ids, mx.int32)
+        segment_ids = mx.broadcast_to(ids, (case.B, case.T))
+    if case.window or case.segments > 1:
+        mask = mx.array(case.shown(slice(None)))
+        mx.eval(mask)
 
     def native(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         return mx.fast.scaled_dot_product_attention(
@@ -99,7 +147,9 @@ def implementations(case: Case) -> dict[str, Function]:
         )
 
     def flash(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        out = flash_attention(q, k, v, causal=case.causal)
+        out = flash_attention(
+            q, k, v, causal=case.causal, window=case.window, segment_ids=segment_ids
+        )
         assert isinstance(out, mx.array)
         return out
 
@@ -121,8 +171,7 @@ def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, case: C
     for first in range(0, T, 1024):
         rows = slice(first, first + 1024)
         s = q[rows] @ k.T * D**-0.5
-        if case.causal:
-            s[np.arange(T) > np.arange(T)[rows, None]] = -np.inf
+        s[~case.shown(rows)] = -np.inf
         p = np.exp(s - s.max(axis=1, keepdims=True))
         p /= p.sum(axis=1, keepdims=True)
         out[rows] = p @ v
@@ -225,6 +274,9 @@ def plot(table: list[dict[str, object]], path: Path, title: str) -> None:
             kind = re.sub(r"-T\d+", "", str(row["case"]))
             kinds.setdefault(kind, []).append(row)
     kinds = {k: v for k, v in kinds.items() if len({row["T"] for row in v}) > 1}
+    if not kinds:
+        print("no plot: every kind of case has one length only")
+        return
     figure, axes = plt.subplots(
         2, len(kinds), figsize=(4 * len(kinds), 7), sharex=True, squeeze=False
     )

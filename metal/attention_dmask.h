@@ -87,10 +87,15 @@ inline void attention_dmask(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T>
       const TilePlace next = tiles.place(walk.next);
       const int h_kv = next.h / (n.H / n.HKV);
       const int k_next = next.k_block * BK;
-      stage<BK, D, W, THREADS, false>(slot<BK, W>(k_tg, walk.turn + AHEAD), k, next.b,
-                                      h_kv, k_next, n.Tk, at.thread_index);
-      stage<BK, DV, WV, THREADS, false>(slot<BK, WV>(v_tg, walk.turn + AHEAD), v,
-                                        next.b, h_kv, k_next, n.Tk, at.thread_index);
+      stage<BK, D, W, THREADS, IN_ABT>(slot<BK, W>(k_tg, walk.turn + AHEAD), k, next.b,
+                                       h_kv, k_next, n.Tk, at.thread_index);
+      stage<BK, DV, WV, THREADS, IN_ABT>(slot<BK, WV>(v_tg, walk.turn + AHEAD), v,
+                                         next.b, h_kv, k_next, n.Tk, at.thread_index);
+    }
+    staged_wait();
+    if (walk.now >= 0) {
+      finish<BK, W, THREADS, IN_ABT>(k_tg, walk.turn, at.thread_index);
+      finish<BK, WV, THREADS, IN_ABT>(v_tg, walk.turn, at.thread_index);
     }
     staged_sync();  // both tiles of the block of this turn are complete
 

@@ -14,9 +14,10 @@ struct NoSegments {};
 struct Segments {
   const device int* q_ids;  // [B, Tq]
   const device int* k_ids;  // [B, Tk]
-  const device int* own;  // [B, blocks of the kernel's own rows, 2] lowest, highest id
-  const device int* others;  // [B, blocks that are walked, 2]
-  int lowest, highest;       // of the own block
+  // lowest and highest id of each block: [B, blocks of the kernel's own rows]
+  const device int *own_lowest, *own_highest;
+  const device int *other_lowest, *other_highest;  // [B, blocks that are walked]
+  int lowest, highest;                             // of the own block
 };
 
 struct NoArray {
@@ -42,10 +43,11 @@ inline void select_block(thread NoSegments& ids, int own_blocks, int other_block
                          Worker at) {}
 inline void select_block(thread Segments& ids, int own_blocks, int other_blocks,
                          Worker at) {
-  const long own = 2 * (long(at.batch) * own_blocks + at.block);
-  ids.lowest = ids.own[own];
-  ids.highest = ids.own[own + 1];
-  ids.others += 2 * long(at.batch) * other_blocks;
+  const long own = long(at.batch) * own_blocks + at.block;
+  ids.lowest = ids.own_lowest[own];
+  ids.highest = ids.own_highest[own];
+  ids.other_lowest += long(at.batch) * other_blocks;
+  ids.other_highest += long(at.batch) * other_blocks;
 }
 
 inline bool same_segment(NoSegments ids, Sizes n, int b, int q_row, int k_col) {
@@ -124,9 +126,9 @@ inline bool blocks_meet(NoSegments ids, int b, int own_blocks, int own,
 }
 inline bool blocks_meet(Segments ids, int b, int own_blocks, int own, int other_blocks,
                         int other) {
-  const device int* x = ids.own + 2 * (long(b) * own_blocks + own);
-  const device int* y = ids.others + 2 * (long(b) * other_blocks + other);
-  return x[0] <= y[1] && y[0] <= x[1];
+  const long x = long(b) * own_blocks + own, y = long(b) * other_blocks + other;
+  return ids.own_lowest[x] <= ids.other_highest[y] &&
+         ids.other_lowest[y] <= ids.own_highest[x];
 }
 
 // The blocks that a threadgroup walks, numbered 0 <= i < count over all its heads.
@@ -139,8 +141,9 @@ struct Blocks {
 // Whether all of block i and of the own block is one segment.
 inline bool one_segment(NoSegments ids, Blocks blocks, int i) { return true; }
 inline bool one_segment(Segments ids, Blocks blocks, int i) {
-  const device int* other = ids.others + 2 * (blocks.first + i % blocks.per_head);
-  return ids.lowest == ids.highest && other[0] == ids.lowest && other[1] == ids.lowest;
+  const int other = blocks.first + i % blocks.per_head;
+  return ids.lowest == ids.highest && ids.other_lowest[other] == ids.lowest &&
+         ids.other_highest[other] == ids.lowest;
 }
 
 // The first block from i on whose ids the own block may meet; >= count if there is none.
@@ -150,9 +153,10 @@ inline int next_block(Segments ids, Blocks blocks, int i, Worker at) {
     const int mine = i + at.lane;
     int found = blocks.count;
     if (mine < blocks.count) {
-      const device int* other =
-          ids.others + 2 * (blocks.first + mine % blocks.per_head);
-      if (other[0] <= ids.highest && ids.lowest <= other[1]) found = mine;
+      const int other = blocks.first + mine % blocks.per_head;
+      const bool meets = ids.other_lowest[other] <= ids.highest &&
+                         ids.lowest <= ids.other_highest[other];
+      if (meets) found = mine;
     }
     found = over_simd_min(found);
     if (found < blocks.count) return found;

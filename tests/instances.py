@@ -81,7 +81,7 @@ def calls(x: Problem) -> Iterator[KernelCall]:
     for kernel in ["attention_dkv"] if fused else ["attention_dk", "attention_dv"]:
         yield kernels.dkv_call(x, dout, rows, rows, kernel)
     if x.mask is not None and x.mask.dtype != mx.bool_:
-        yield kernels.dmask_call(x, dout, rows, rows, kernels.sums_of(x.mask))
+        yield kernels.dmask_call(x, dout, rows, rows, sums=kernels.sums_of(x.mask))
 
 
 def problems() -> Iterator[Problem]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 import oracle
-from mlx_flash import reference
+from mlx_flash import flash_attention, reference, use_backend
 from mlx_flash.validation import check_mask, check_segments, check_sinks, make_options
 from oracle import assert_equal_up_to_rounding, assert_within_bound, to_numpy
 from strategies import (
@@ -239,6 +239,21 @@ def test_peak_memory_of_forward_is_linear_in_length(fields):
 def test_peak_memory_of_forward_and_backward_is_linear_in_length(fields):
     once, twice = (peak_memory(run, T, fields) for T in (1024, 2048))
     assert twice < 2.6 * once
+
+
+def test_gradient_of_a_mask_is_free_unless_it_is_asked_for():
+    q, k, v, dout, _ = Problem(H=1, Tq=4096, Tk=4096, D=8).arrays()
+    mask = mx.zeros((4096, 4096))
+    mx.eval(mask)
+
+    def loss(q, mask):
+        return (flash_attention(q, k, v, mask=mask) * dout).sum()
+
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    with use_backend("reference"):
+        mx.eval(mx.grad(loss)(q, mask))
+    assert mx.get_peak_memory() - before < mask.nbytes
 
 
 @EVERY_FEATURE

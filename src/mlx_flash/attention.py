@@ -201,29 +201,6 @@ def attention_function(
             arrays = not_mapped(*arrays)
         return forward(**dict(zip(names, arrays, strict=True)))
 
-    # The backward is a custom function of its own, so that differentiating it raises
-    # everywhere: a kernel that runs on the host would otherwise give silent zeros.
-    @mx.custom_function
-    def attention_gradient(*arrays: mx.array) -> tuple[mx.array, ...]:
-        *inputs, out, lse, dout, dlse = arrays
-        if not can_be_mapped:  # the forward looked at the others
-            dout, dlse = not_mapped(dout, dlse)
-        given = dict(zip(names, inputs, strict=True))
-        with mx.stream(stream or mx.default_stream(mx.default_device())):
-            gradients = backward(**given, out=out, lse=lse, dout=dout, dlse=dlse)
-            # A bool mask and ids have no gradient, but MLX wants one per input.
-            return tuple(
-                gradients[name] if name in gradients else mx.zeros_like(x)
-                for name, x in given.items()
-            )
-
-    @attention_gradient.vjp
-    def second_order(*_: object) -> None:
-        raise NotImplementedError(
-            "[flash_attention] a gradient of a gradient is not implemented; use "
-            "mx.fast.scaled_dot_product_attention where second order is needed"
-        )
-
     # Forward mode would give silent zeros on the host, too.
     @attention.jvp
     def forward_mode(*_: object) -> None:
@@ -238,10 +215,40 @@ def attention_function(
         primals: tuple[mx.array, ...],
         cotangents: tuple[mx.array, mx.array],
         outputs: tuple[mx.array, mx.array],
-    ) -> object:
-        return attention_gradient(*primals, *outputs, *cotangents)
+    ) -> tuple[mx.array, ...]:
+        given = dict(zip(names, primals, strict=True))
+        (out, lse), (dout, dlse) = outputs, cotangents
+        with mx.stream(stream or mx.default_stream(mx.default_device())):
+            if not can_be_mapped:  # the forward looked at the others
+                dout, dlse = not_mapped(dout, dlse)
+            gradients = backward(**given, out=out, lse=lse, dout=dout, dlse=dlse)
+            # A bool mask and ids have no gradient, but MLX wants one per input.
+            return tuple(
+                cast(mx.array, last_derivative(gradients[name], out, dout, dlse))
+                if name in gradients
+                else mx.zeros_like(x)
+                for name, x in given.items()
+            )
 
     return cast(Attention, attention)
+
+
+# Kernels that run on the host leave no trace, so the gradient of a gradient would
+# silently be 0. A gradient passes through this, beside arrays that depend on all
+# inputs; each one alone, so that a gradient that nobody asks for is not computed.
+@mx.custom_function
+def last_derivative(gradient: mx.array, *_: mx.array) -> mx.array:
+    """The gradient itself."""
+    return gradient
+
+
+@last_derivative.vjp
+def second_order(*_: object) -> None:
+    """Refuse."""
+    raise NotImplementedError(
+        "[flash_attention] a gradient of a gradient is not implemented; use "
+        "mx.fast.scaled_dot_product_attention where second order is needed"
+    )
 
 
 @mx.custom_function

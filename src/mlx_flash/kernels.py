@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from typing import NamedTuple
+from functools import cache, cached_property, lru_cache
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -34,7 +34,7 @@ class Variant:
         mask: Dtype of the array mask, if there is one.
         softcap: Scores are capped.
         sinks: There are sinks.
-        gpu: ``"metal"`` or ``"cuda"``.
+        gpu: Whose tiles they have, a key of ``tiles.TABLES``.
     """
 
     dtype: mx.Dtype
@@ -50,7 +50,11 @@ class Variant:
 
     def tile(self, kernel: str) -> tiles.Tile:
         """The tile of one of its kernels."""
-        return tiles.tile(kernel, max(self.D, self.DV), self.dtype.size, self.gpu)
+        tile = tiles.tile(kernel, max(self.D, self.DV), self.dtype.size, self.gpu)
+        if self.gpu != "metal" and (self.mask or self.softcap):
+            # these take registers, of which a threadgroup of CUDA has 65536
+            tile = tile.with_at_most(256)
+        return tile
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Problem:
     sinks: mx.array | None = None
     gpu: str = "metal"
 
-    @property
+    @cached_property
     def variant(self) -> Variant:
         """Its kernels."""
         return Variant(
@@ -85,9 +89,11 @@ class Problem:
 
     def queries(self, rows: slice) -> Problem:
         """The part of the problem that some query rows are."""
+        if rows.stop - rows.start == self.q.shape[2]:
+            return self
         return replace(
             self,
-            q=self.q[:, :, rows],
+            q=part(self.q, rows, axis=2),
             options=self.options.shifted(rows.start),
             mask=part(self.mask, rows, axis=2),
             q_segments=part(self.q_segments, rows, axis=1),
@@ -95,19 +101,24 @@ class Problem:
 
     def keys(self, rows: slice) -> Problem:
         """The part of the problem that some keys are."""
+        if rows.stop - rows.start == self.k.shape[2]:
+            return self
         return replace(
             self,
-            k=self.k[:, :, rows],
-            v=self.v[:, :, rows],
+            k=part(self.k, rows, axis=2),
+            v=part(self.v, rows, axis=2),
             options=self.options.shifted(-rows.start),
             mask=part(self.mask, rows, axis=3),
             k_segments=part(self.k_segments, rows, axis=1),
         )
 
 
-def part(x: mx.array | None, rows: slice, axis: int) -> mx.array | None:
+Array = TypeVar("Array", mx.array, mx.array | None)
+
+
+def part(x: Array, rows: slice, axis: int) -> Array:
     """Rows of an array along an axis, all of it where it has one element there."""
-    if x is None or x.shape[axis] == 1:
+    if x is None or x.shape[axis] in (1, rows.stop - rows.start):
         return x
     return x[(slice(None),) * axis + (rows,)]
 
@@ -127,13 +138,13 @@ def attention_forward(
 ) -> tuple[mx.array, mx.array]:
     """Output and log-sum-exp; the contract of ``reference.attention_forward``."""
     check_head_dims(q, v, backend)
-    gpu = gpu_of(backend)
+    gpu = gpu_of(backend, precise and q.dtype == mx.float32)
     if gpu == "metal":
         check_lane_map(backend)
     problem = Problem(q, k, v, options, mask, q_segments, k_segments, sinks, gpu)
 
     def launch(rows: slice) -> list[mx.array]:
-        return run(forward_call(problem.queries(rows)), backend, precise)
+        return run(forward_call(problem.queries(rows)), backend)
 
     pieces = query_pieces(problem, "attention_forward", backend)
     out, lse = joined(map(launch, pieces), axes=(1, 2))
@@ -158,18 +169,18 @@ def attention_backward(
     precise: bool = False,
 ) -> dict[str, mx.array]:
     """Gradients by name; the contract of ``reference.attention_backward``."""
-    gpu = gpu_of(backend)
+    gpu = gpu_of(backend, precise and q.dtype == mx.float32)
     problem = Problem(q, k, v, options, mask, q_segments, k_segments, sinks, gpu)
-    delta, lse2 = run(delta_call(out, dout, lse, dlse, gpu), backend, precise)
+    delta, lse2 = run(delta_call(out, dout, lse, dlse, gpu), backend)
 
     def dq_of(rows: slice) -> list[mx.array]:
-        row_inputs = dout[:, :, rows], lse2[:, :, rows], delta[:, :, rows]
-        return run(dq_call(problem.queries(rows), *row_inputs), backend, precise)
+        row_inputs = (part(x, rows, axis=2) for x in (dout, lse2, delta))
+        return run(dq_call(problem.queries(rows), *row_inputs), backend)
 
     def dkv_of(kernel: str) -> list[mx.array]:
         def launch(rows: slice) -> list[mx.array]:
             call = dkv_call(problem.keys(rows), dout, lse2, delta, kernel)
-            return run(call, backend, precise)
+            return run(call, backend)
 
         pieces = key_pieces(problem, kernel, backend)
         return joined(map(launch, pieces), axes=(1, 1))
@@ -186,9 +197,7 @@ def attention_backward(
         "v": dv.transpose(0, 2, 1, 3),
     }
     if mask is not None and mask.dtype != mx.bool_:
-        gradients["mask"] = mask_gradient(
-            problem, mask, dout, lse2, delta, backend, precise
-        )
+        gradients["mask"] = mask_gradient(problem, mask, dout, lse2, delta, backend)
     if sinks is not None:
         p = mx.exp(sinks.astype(mx.float32)[:, None] - lse)
         # a row that passes no gradient (delta = 0) may hold any lse
@@ -204,18 +213,18 @@ def mask_gradient(
     lse2: mx.array,
     delta: mx.array,
     backend: str,
-    precise: bool,
 ) -> mx.array:
     """Gradient of an additive mask, in its shape."""
     sums = sums_of(mask)
 
     def launch(rows: slice) -> list[mx.array]:
         if sums.q:
-            call = dmask_call(problem.keys(rows), dout, lse2, delta, sums)
+            call = dmask_call(problem.keys(rows), dout, lse2, delta, sums=sums)
         else:
-            row_inputs = dout[:, :, rows], lse2[:, :, rows], delta[:, :, rows]
-            call = dmask_call(problem.queries(rows), *row_inputs, sums)
-        return run(call, backend, precise)
+            of_rows = problem.queries(rows)
+            row_inputs = (part(x, rows, axis=2) for x in (dout, lse2, delta))
+            call = dmask_call(of_rows, *row_inputs, sums=sums)
+        return run(call, backend)
 
     if sums.q:
         pieces, axis = key_pieces(problem, "attention_dq", backend), 3
@@ -230,9 +239,12 @@ def mask_gradient(
 
 def joined(pieces: Iterator[list[mx.array]], axes: tuple[int, ...]) -> list[mx.array]:
     """The outputs of several launches as those of one."""
-    outputs = list(zip(*pieces, strict=True))
+    first, *others = pieces
+    if not others:
+        return first
+    outputs = zip(first, *others, strict=True)
     return [
-        x[0] if len(x) == 1 else mx.concatenate(list(x), axis=axis)
+        mx.concatenate(list(x), axis=axis)
         for x, axis in zip(outputs, axes, strict=False)
     ]
 
@@ -259,9 +271,11 @@ def key_pieces(problem: Problem, kernel: str, backend: str) -> list[slice]:
     return splitting.pieces(Tk, Tq, low, high, tile.rows, columns, backend)
 
 
-def gpu_of(backend: str) -> str:
-    """The kind of GPU whose kernels a back end runs."""
-    return "cuda" if backend == "cuda" else "metal"
+def gpu_of(backend: str, precise: bool) -> str:
+    """The tile table of the kernels that a back end runs."""
+    if backend != "cuda":
+        return "metal"
+    return "cuda_precise" if precise else "cuda"
 
 
 def forward_call(problem: Problem) -> KernelCall:
@@ -369,6 +383,7 @@ def dmask_call(
     dout: mx.array,
     lse2: mx.array,
     delta: mx.array,
+    *,
     sums: MaskSums,
 ) -> KernelCall:
     """``attention_dmask``: the mask's gradient.
@@ -606,6 +621,14 @@ def strides(name: str, ndim: int) -> str:
 
 
 SIZES = "Sizes{sizes[0], sizes[1], sizes[2], sizes[3]}"
+IDS = (
+    "q_ids",
+    "k_ids",
+    "own_lowest",
+    "own_highest",
+    "other_lowest",
+    "other_highest",
+)
 GRADIENT_INPUTS = ("q", "k", "v", "dout", "lse2", "delta")
 GRADIENT_ARGUMENTS = (
     *map(operand, GRADIENT_INPUTS[:4]),
@@ -622,7 +645,7 @@ def shared_arguments(variant: Variant) -> tuple[str, ...]:
     """Source text of the last arguments: numbers, sizes and the mask."""
     ids, ids_type = "NoSegments{}", "NoSegments"
     if variant.segments:
-        ids = "Segments{q_ids, k_ids, own_ids, other_ids, 0, 0}"
+        ids = f"Segments{{{', '.join(IDS)}, 0, 0}}"
         ids_type = "Segments"
     array, array_type = "NoArray{}", "NoArray"
     if variant.mask is not None:
@@ -637,7 +660,7 @@ def shared_arguments(variant: Variant) -> tuple[str, ...]:
 
 def shared_input_names(variant: Variant) -> tuple[str, ...]:
     """Names of :func:`shared_inputs`."""
-    ids = ("q_ids", "k_ids", "own_ids", "other_ids") if variant.segments else ()
+    ids = IDS if variant.segments else ()
     mask = () if variant.mask is None else ("mask",)
     return "sizes", "numbers", *ids, *mask
 
@@ -662,11 +685,11 @@ def shared_inputs(
         constant((H, HKV, Tq, Tk, low, high), mx.int32),
         constant((options.scale, softcap), mx.float32),
     ]
-    if problem.q_segments is not None and problem.k_segments is not None:
-        ids = {"q": problem.q_segments, "k": problem.k_segments}
-        inputs += [flat(ids["q"]), flat(ids["k"])]
-        inputs.append(block_ids(ids[own], own_rows))
-        inputs.append(block_ids(ids["k" if own == "q" else "q"], other_rows))
+    q_ids, k_ids = problem.q_segments, problem.k_segments
+    if q_ids is not None and k_ids is not None:
+        own_ids, other_ids = (q_ids, k_ids) if own == "q" else (k_ids, q_ids)
+        inputs += [flat(q_ids), flat(k_ids)]
+        inputs += block_ids(own_ids, own_rows) + block_ids(other_ids, other_rows)
     if problem.mask is not None:
         mask = mx.broadcast_to(problem.mask, (B, H, Tq, Tk))
         inputs.append(at_least_8(mask))
@@ -681,12 +704,14 @@ def gradient_inputs(
     return map(at_least_8, arrays)
 
 
-def block_ids(ids: mx.array, rows: int) -> mx.array:
-    """Lowest and highest id of each block of rows of ``[B, T]`` ids, flat."""
+def block_ids(ids: mx.array, rows: int) -> list[mx.array]:
+    """Lowest and highest id of each block of rows of ``[B, T]`` ids, each flat."""
     B, T = ids.shape
     n = tiles.blocks(T, rows)
-    blocks = mx.pad(ids, [(0, 0), (0, n * rows - T)], mode="edge").reshape(B, n, rows)
-    return flat(mx.stack([blocks.min(axis=2), blocks.max(axis=2)], axis=2))
+    if n * rows > T:
+        ids = mx.pad(ids, [(0, 0), (0, n * rows - T)], mode="edge")
+    blocks = ids.reshape(B, n, rows)
+    return [flat(blocks.min(axis=2)), flat(blocks.max(axis=2))]
 
 
 @lru_cache(maxsize=256)
@@ -706,8 +731,7 @@ def at_least_8(x: mx.array) -> mx.array:
 
 def flat(x: mx.array) -> mx.array:
     """All elements in a row, without gaps; a tiny array is padded."""
-    x = mx.contiguous(x).reshape(-1)
-    return at_least_8(x)
+    return at_least_8(mx.contiguous(x).reshape(-1))
 
 
 def check_head_dims(q: mx.array, v: mx.array, backend: str) -> None:
@@ -745,7 +769,7 @@ def check_lane_map(backend: str) -> None:
         dtypes=[mx.float32, mx.float32],
         groups=(1, 1, 1),
     )
-    held, assumed = run(call, backend, precise=True)
+    held, assumed = run(call, backend)
     if not mx.array_equal(held, assumed).item():
         device = mx.device_info().get("device_name", backend)
         raise LaneMapError(
