@@ -13,12 +13,12 @@ from pathlib import Path
 import mlx.core as mx
 from tqdm import tqdm
 
-from mlx_flash import kernels, launch, simulator
+from mlx_flash import flash_attention, kernels, launch, simulator, use_backend
 from mlx_flash.kernel_files import kernel_folder, read_header
-from mlx_flash.options import Options
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from oracle import assert_within_bound
+from strategies import Problem
 
 CHECKS = ("strict", "race", "bounds", "uninitialised", "schedule")
 # How a report of the simulator begins, and the check it comes from.
@@ -47,7 +47,7 @@ class Mutant:
         after: What the mutant has instead.
         fault: What kind of fault it is.
         dtype: Element type of the problem that shows it.
-        D: Head dim of that problem; 128 keeps q and k in threadgroup memory.
+        problems: Names of the problems that may show it, in PROBLEMS.
     """
 
     header: str
@@ -55,8 +55,8 @@ class Mutant:
     before: str
     after: str
     fault: str
-    dtype: mx.Dtype = mx.float32
-    D: int = 16
+    dtype: str = "float32"
+    problems: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -120,6 +120,7 @@ def off_by_one() -> list[Mutant]:
             mutant.before,
             re.sub(r"(<=|>=|<|>)", lambda m: LOOSER[m[0]], mutant.before, count=1),
             mutant.fault,
+            problems=BANDS + (("segments", "mask") if mutant.header == "mask" else ()),
         )
         for mutant in everywhere(
             rf"(<=|>=|<|>) {lengths}\b", r"\1 \2", "bounds off by one"
@@ -129,8 +130,10 @@ def off_by_one() -> list[Mutant]:
 
 def all_mutants() -> list[Mutant]:
     """Every mutant."""
+    # what an additive mask may hold around HIDDEN is in the problem "mask"
     return [
-        *everywhere(r"(threadgroup|staged)_sync\(\);", "", "deleted barrier"),
+        *everywhere(r"(threadgroup|staged)_sync\(\);", "", "deleted barrier",
+                    problems=("causal 1", "mask", "parts")),
         *everywhere(
             r"metal::threadgroup_barrier\(metal::mem_flags::mem_threadgroup\);",
             "",
@@ -142,99 +145,263 @@ def all_mutants() -> list[Mutant]:
             "barrier without memory",
         ),
         *off_by_one(),
-        *everywhere(r"fill\(\w+, 0\.0f\);", "", "uninitialised accumulator"),
-        *at("softmax", "m.value[i] = MASKED;", "", "uninitialised accumulator"),
-        *at("softmax", "l.value[i] = 0.0f;", "", "uninitialised accumulator"),
+        *everywhere(r"fill\(\w+, 0\.0f\);", "", "uninitialised accumulator",
+                    problems=("causal 1", "mask")),
+        *at("softmax", "m.value[i] = sink;", "", "uninitialised accumulator"),
+        *at("softmax", "l.value[i] = sink != MASKED", "sink != MASKED",
+            "uninitialised accumulator"),
         *at("common", "b * stride.b", "b * stride.h", "swapped strides"),
         *at("common", "t * stride.t", "t * stride.h", "swapped strides"),
-        *at("tile", "r * from.stride.t + d * from.stride.d",
-            "r * from.stride.d + d * from.stride.t", "swapped strides"),
-        *at("tile", "first[d * from.stride.d]", "first[d * from.stride.t]",
-            "swapped strides"),
-        *at("tile", "chunk[e * from.stride.d]", "chunk[e]", "swapped strides"),
-        *at("tile", "t * row_step + tile_col(at, j)", "t + row_step * tile_col(at, j)",
-            "swapped strides"),
-        *at("tile", "chunk_tg[e] = T(0.0f);", "", "dropped zero fill"),
-        *at("tile", ": T(0.0f);", ": first[0];", "dropped zero fill"),
-        *everywhere(r"visibility == PARTIAL", "false", "missing mask"),
-        *at("mask", "k_col <= q_row", "k_col < q_row", "causal off by one"),
+        *at("tile", "chunk[e * from.stride.d];", "chunk[e];", "swapped strides"),
+        *at("tile", "t * row_step + d", "t + row_step * d", "swapped strides"),
+        *at("mask", "k_col * mask.stride.d", "k_col * mask.stride.t", "swapped strides",
+            problems=("mask",)),
+        *at("tile", "e < columns ? chunk[e * from.stride.d] : T(0.0f)",
+            "chunk[e * from.stride.d]", "dropped zero fill",
+            problems=("causal 1", "odd head dims")),
+        *at("tile", "row + r < n_rows ? D - d : 0", "D - d", "dropped zero fill"),
+        *at("tile", "t < n_rows && d < D", "t < n_rows", "columns past D",
+            problems=("odd head dims",)),
+        *at("tile", "if (d < D) to[", "to[", "columns past D",
+            problems=("odd head dims",)),
+        *everywhere(r"visibility == PARTIAL", "false", "missing mask",
+                    problems=("causal 1", "mask")),
+        *at("mask", "k_col <= q_row + mask.high", "k_col < q_row + mask.high",
+            "band off by one"),
+        *at("mask", "k_col >= q_row + mask.low", "k_col > q_row + mask.low",
+            "band off by one", problems=("window",)),
         *at("mask", "k_first > q_last - 1", "k_first >= q_last - 1",
-            "causal off by one"),
-        *at("mask", "k_first > q_last - 1", "k_first > q_last", "causal off by one"),
+            "band off by one"),
+        *at("mask", "k_first > q_last - 1", "k_first > q_last", "band off by one"),
+        *at("mask", "k_last - 1 < q_first", "k_last - 1 <= q_first",
+            "band off by one", problems=WINDOWS),
+        *at("mask", "k_last - 1 < q_first", "k_last < q_first", "band off by one",
+            problems=WINDOWS),
         *at("mask", "k_last - 1 <= q_first", "k_last - 2 <= q_first",
-            "causal off by one"),
-        *at("mask", "? q_last + n.Tk - n.Tq", "? q_last + n.Tk - n.Tq - 1",
-            "causal off by one"),
-        *at("mask", "k_first - (n.Tk - n.Tq)", "k_first - (n.Tk - n.Tq) + 8",
-            "causal off by one"),
+            "band off by one"),
+        *at("mask", "k_first >= q_last - 1", "k_first >= q_last - 2",
+            "band off by one", problems=WINDOWS),
+        *at("mask", "? q_last + mask.high", "? q_last + mask.high - 1",
+            "band off by one"),
+        *at("mask", "? q_first + mask.low", "? q_first + mask.low + 1",
+            "band off by one", problems=WINDOWS),
+        *at("mask", "? q_first + mask.low", "? q_first + mask.low - 1",
+            "band off by one", problems=WINDOWS),
+        *at("mask", "? k_first - mask.high", "? k_first - mask.high + 8",
+            "band off by one"),
+        *at("mask", "? k_last - mask.low", "? k_last - mask.low - 1",
+            "band off by one", problems=WINDOWS),
+        *at("mask", "? k_last - mask.low", "? k_last - mask.low + 1",
+            "band off by one", problems=WINDOWS),
+        *at("mask", "+ q_row] == ids", "+ q_row] <= ids", "segments",
+            problems=("segments",)),
+        *at("mask", "k_ids[long(b) * n.Tk", "k_ids[long(b) * n.Tq", "segments",
+            problems=("segments",)),
+        *at("mask", "return ids.lowest == ids.highest &&", "return", "segments",
+            problems=("segments",)),
+        *at("mask", "ids.other_lowest[other] <= ids.highest",
+            "ids.other_lowest[other] < ids.highest", "walk", problems=("segments",)),
+        *at("mask", "ids.lowest <= ids.other_highest",
+            "ids.lowest < ids.other_highest", "walk", problems=("segments",)),
+        *at("mask", "<= ids.other_highest[y]", "< ids.other_highest[y]", "walk",
+            problems=("segments",)),
+        *at("mask", "ids.other_lowest[y] <=", "ids.other_lowest[y] <", "walk",
+            problems=("segments",)),
+        *at("mask", "if (meets) found = mine;", "found = mine;", "walk",
+            problems=("segments",)),
+        *at("mask", "found < blocks.count", "found < blocks.count - 1", "walk",
+            problems=("segments",)),
+        *at("mask", "i += 32", "i += 33", "walk", problems=("many segments",)),
+        *at("mask", "walk.next + 1", "walk.next + 2", "walk"),
+        *at("mask", "blocks.first + mine %", "mine %", "walk",
+            problems=("segments and window",)),
+        *at("common", "HIDDEN (-6e35f)", "HIDDEN (-8e35f)", "additive mask",
+            problems=("mask",)),
+        *at("common", "HIDDEN (-6e35f)", "HIDDEN (-5e35f)", "additive mask",
+            problems=("mask",)),
+        *at("mask", "x * LOG2_E);", "x);", "additive mask", problems=("mask",)),
+        *at("mask", "!(x < HIDDEN)", "true", "additive mask", problems=("mask",)),
+        *at("attention_dmask", "SUM_H ? n.H : 1,", "1,", "axes of the mask's gradient",
+            problems=("mask of keys",)),
+        *at("attention_dmask", "(SUM_B ? B : 1) *", "1 *",
+            "axes of the mask's gradient", problems=("mask of keys",)),
+        *at("attention_dmask", "SUM_Q ? q_blocks : 1,", "1,",
+            "axes of the mask's gradient", problems=("mask of keys",)),
+        *at("attention_dmask", "SUM_K ? k_blocks : 1,", "1,",
+            "axes of the mask's gradient", problems=("mask of queries",)),
+        *at("attention_dmask", "SUM_H ? 1 : n.H", "n.H", "axes of the mask's gradient",
+            problems=("mask of batches",)),
+        *at("attention_dmask", "SUM_K ? BK : n.Tk", "n.Tk",
+            "axes of the mask's gradient", problems=("mask of queries",)),
+        *at("attention_dmask", "add(sum, ds);", "sum = ds;",
+            "axes of the mask's gradient", problems=("mask of keys",)),
+        *everywhere(r"multiply\(p, slope\);", "", "softcap", problems=("softcap",)),
+        *at("softmax", "maximum(1.0f - t * t, 0.0f)", "1.0f - t", "softcap",
+            problems=("softcap",)),
+        *at("softmax", "softcap * LOG2_E * hyper", "softcap * hyper", "softcap",
+            problems=("softcap",)),
+        *at("softmax", "tile_col(at, 0) == 0 ? 1.0f : 0.0f", "false ? 1.0f : 0.0f",
+            "sinks", problems=("sinks",)),
+        *at("softmax", "&& tile_col(at, 0) == 0", "", "sinks", problems=("sinks",)),
+        *at("softmax", "m.value[i] = sink;", "m.value[i] = MASKED;", "sinks",
+            problems=("sinks",)),
+        *at("softmax", "sink * LOG2_E", "sink", "sinks", problems=("sinks",)),
+        *at("tile", "at.part * R + r", "r", "parts", problems=("parts",)),
+        *at("tile", "(part * R + r) * C", "r * C", "parts", problems=("parts",)),
+        *at("tile", "parts_tg + at.simd * DS * 64", "parts_tg + at.simd * 64", "parts",
+            problems=("parts",)),
+        *at("tile", "const int d = at.part * 8 * C +", "const int d =", "parts",
+            problems=("parts",)),
+        *at("tile", "at.part * 8 * C, at);", "0, at);", "parts", problems=("parts",)),
+        *at("tile", "DS == 1 ? Range{first", "true ? Range{first", "parts",
+            problems=("parts",)),
+        *at("attention_dq", NAN_RULE, "", "NaN", problems=("garbage",)),
+        *at("attention_dkv", NAN_RULE, "", "NaN", problems=("garbage",)),
+        *at("softmax", "shift == NO_GRADIENT ? 0.0f : power", "power", "NaN",
+            problems=("garbage",)),
+        *at("attention_delta", "passes ? difference : 0.0f", "difference", "NaN",
+            problems=("garbage",)),
+        *at("attention_delta", "has_cotangent && ", "", "NaN", problems=("garbage",)),
         *at("tile", "= T(from.get(r, 2 * c))", "= from.get(r, 2 * c)",
-            "implicit conversion to bfloat", dtype=mx.bfloat16),
+            "implicit conversion to bfloat", dtype="bfloat16"),
         *at("tile", "= T(x.get(r, j))", "= x.get(r, j)",
-            "implicit conversion to bfloat", dtype=mx.bfloat16),
+            "implicit conversion to bfloat", dtype="bfloat16",
+            problems=("causal 1", "mask")),
         *everywhere(r"const threadgroup T\* b_tg", "const device T* b_tg",
-                    "threadgroup pointer as device", dtype=mx.float16, D=128),
+                    "threadgroup pointer as device", dtype="float16",
+                    problems=("head dim 128",)),
         *at("tile", "inline void stage(threadgroup T* to_tg",
             "inline void stage(device T* to_tg", "threadgroup pointer as device"),
         *at("softmax", "LN_2 * (", "0.6931 * (", "double literal"),
         *at("softmax", "sum == 0.0f", "sum == 0.0", "double literal"),
-        *at("softmax", "m_new == MASKED ? 0.0f : m_new", "m_new", "empty row"),
-        *at("softmax", "lse < MASKED ? -MASKED : lse * LOG2_E", "lse * LOG2_E",
-            "empty row"),
+        *at("softmax", "m_new == MASKED ? 0.0f : m_new", "m_new", "empty row",
+            problems=("causal 3",)),
+        *at("attention_delta", "&& !(lse_rows.value[0] < HIDDEN)", "", "empty row",
+            problems=("causal 3",)),
         *at("softmax", "l.value[i] * factor + sum", "l.value[i] + sum",
             "missing rescale"),
         *at("softmax", "scale_row(acc, i, factor);", "", "missing rescale"),
         *at("tile", "simd_shuffle_xor(x, ushort(8))", "simd_shuffle_xor(x, ushort(4))",
             "wrong lane"),
         *at("tile", "lane >> 1 & 3", "lane & 3", "wrong lane map"),
-        *at("attention_dkv", "block < group * blocks", "block < (group - 1) * blocks",
+        *at("attention_dkv", "group * per_head}", "(group - 1) * per_head}",
             "query head left out"),
     ]  # fmt: skip
 
 
-# (Tq, Tk, causal). The diagonals Tk - Tq meet the blocks in different ways; the third
-# has a row that sees no key, the last a ragged block that no diagonal hides.
-PROBLEMS = (
-    (45, 46, True),
-    (40, 46, True),
-    (41, 40, True),
-    (40, 48, True),
-    (33, 47, False),
-)
+NAN_RULE = " | NAN_AS_ZERO"
+WINDOWS = ("window", "window of a block", "sides")
+BANDS = ("causal 1", "causal 2", "causal 3", "causal 4", "full")
+
+
+def problem(Tq: int, Tk: int, **features) -> Problem:
+    """Two batches and grouped heads, strided in every way."""
+    shape = {"B": 2, "H": 2, "HKV": 1, "D": 16}
+    return Problem(**shape | {"Tq": Tq, "Tk": Tk, "scale": 0.3} | features)
+
+
+# The diagonals Tk - Tq meet the blocks in different ways; the third has a row that sees
+# no key, "full" a ragged block that no diagonal hides.
+PROBLEMS = {
+    "causal 1": problem(45, 46, causal=True),
+    "causal 2": problem(40, 46, causal=True),
+    "causal 3": problem(41, 40, causal=True),
+    "causal 4": problem(40, 48, causal=True),
+    "full": problem(33, 47),
+    "window": problem(45, 71, causal=True, window=9),
+    "window of a block": problem(64, 64, causal=True, window=17),
+    "sides": problem(64, 80, window=(15, 16)),
+    "segments": problem(40, 71, segments="packed", mask="float32", seed=5),
+    "many segments": problem(8, 600, segments="packed", B=1),
+    "segments and window": problem(40, 71, segments="packed", window=(9, 0)),
+    "mask": problem(40, 46, mask="float32", mask_axes="BHQK"),
+    "mask of keys": problem(40, 46, mask="float32", mask_axes="K"),
+    "mask of queries": problem(40, 46, mask="float32", mask_axes="Q"),
+    "mask of batches": problem(40, 46, mask="float32", mask_axes="BK"),
+    "softcap": problem(40, 46, softcap=1.5),
+    "sinks": problem(40, 46, sinks="float32"),
+    "odd head dims": problem(20, 30, D=5, Dv=13),
+    "head dim 128": problem(20, 30, D=128),
+    "parts": problem(40, 46, D=136, Dv=144, causal=True),
+    "garbage": problem(40, 46),
+}
+# In "mask": what a query adds to all its scores. The first is hidden, the second not.
+ADDED = {3: -7e35, 4: -5.5e35}
+# In "garbage": keys and queries that nobody sees, and queries without cotangents.
+UNSEEN_KEYS, UNSEEN_QUERIES, PADDING = (3, 40), (5, 33), (7, 39)
 
 
 @cache
-def arrays_of(Tq: int, Tk: int, dtype: mx.Dtype, D: int) -> tuple[mx.array, ...]:
-    """q, k, v, dout, dlse: grouped heads, strided in every way."""
-    mx.random.seed(7)
-
-    def draw(*shape: int) -> mx.array:
-        return mx.random.normal(shape).astype(dtype)
-
-    arrays = (
-        draw(2, Tq, 2, D).transpose(0, 2, 1, 3),
-        draw(2, Tk, 1, D).transpose(0, 2, 1, 3),
-        draw(2, 1, D, Tk).transpose(0, 1, 3, 2),
-        draw(2, Tq, 2, D).transpose(0, 2, 1, 3),
-        mx.random.normal((2, 2, Tq)),
-    )
+def arrays_of(name: str, dtype: str) -> tuple[list[mx.array], dict[str, object]]:
+    """q, k, v, dout, dlse, strided in every way, and the options of a problem."""
+    x = PROBLEMS[name].resized(dtype=dtype)
+    q, k, v, dout, dlse = x.arrays()
+    rows = [transposed(x) for x in (q, k)]
+    options = x.options
+    if name == "mask":
+        mask = options["mask"].reshape(x.B, x.H, x.Tq, x.Tk)
+        for row, value in ADDED.items():
+            mask[:, :, row] = value
+        options["mask"] = mask
+    if name == "garbage":
+        for row in PADDING:
+            dout[:, :, row], dlse[:, :, row] = 0.0, 0.0
+        visible = mx.ones((x.Tq, x.Tk), mx.bool_)
+        for key in UNSEEN_KEYS:
+            visible[:, key] = False
+        for query in UNSEEN_QUERIES:
+            visible[query] = False
+        options["mask"] = visible
+    strided = mx.contiguous(v.swapaxes(2, 3)).swapaxes(2, 3)
+    arrays = [*rows, strided, transposed(dout), dlse]
     mx.eval(arrays)
-    return arrays
+    return arrays, options
 
 
-def run_chain(problem: tuple[int, int, bool], dtype: mx.Dtype, D: int) -> list[int]:
+def transposed(x: mx.array) -> mx.array:
+    """The same values, stored as ``[B, T, H, D]``."""
+    return mx.contiguous(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+
+
+def with_garbage(q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
+    """NaN where no result may show it."""
+    q, k = mx.array(q), mx.array(k)
+    for row in (*UNSEEN_QUERIES, *PADDING):
+        q[:, :, row] = mx.nan
+    for row in UNSEEN_KEYS:
+        k[:, :, row] = mx.nan
+    return q, k
+
+
+def run_chain(name: str, dtype: str) -> list[int]:
     """All kernels on one problem, checked; returns the matrix products of each."""
-    Tq, Tk, causal = problem
-    q, k, v, dout, dlse = arrays_of(Tq, Tk, dtype, D)
-    options = {
-        "options": Options(scale=0.3, high=Tk - Tq if causal else None),
-        "backend": "simulator",
-    }
-    with simulator.checked(CHECKS), simulator.record() as launches:
-        out, lse = kernels.attention_forward(q, k, v, **options)
-        saved = q, k, v, out, lse, dout, dlse
-        gradients = kernels.attention_backward(*saved, **options)
-    actual = {"out": out, "lse": lse} | {f"d{name}": x for name, x in gradients.items()}
-    assert_within_bound(actual, q, k, v, dout, dlse, scale=0.3, causal=causal)
+    (q, k, v, dout, dlse), options = arrays_of(name, dtype)
+    given = {"q": q, "k": k, "v": v}
+    if name == "garbage":
+        given["q"], given["k"] = with_garbage(q, k)
+    others = dict(options)
+    for argument in ("mask", "sinks"):
+        x = others.get(argument)
+        if x is not None and x.dtype != mx.bool_:
+            given[argument] = others.pop(argument)
+
+    def attention(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+        inputs = dict(zip(given, arrays, strict=True))
+        return flash_attention(**inputs, **others, return_lse=True)
+
+    arrays = list(given.values())
+    with (
+        use_backend("simulator"),
+        simulator.checked(CHECKS),
+        simulator.record() as launches,
+    ):
+        out, lse = attention(*arrays)
+        actual = {} if name == "garbage" else {"out": out, "lse": lse}
+        assert_within_bound(actual, q, k, v, **options)
+        _, gradients = mx.vjp(attention, arrays, [dout, dlse])
+        mx.eval(gradients)
+    actual = {f"d{name}": x for name, x in zip(given, gradients, strict=True)}
+    assert_within_bound(actual, q, k, v, dout, dlse, **options)
     return [
         sum(n for name, n in record.counters.items() if name.startswith("mma_"))
         for record in launches
@@ -243,36 +410,36 @@ def run_chain(problem: tuple[int, int, bool], dtype: mx.Dtype, D: int) -> list[i
 
 
 @cache
-def expected_work(problem: tuple[int, int, bool], dtype: mx.Dtype, D: int) -> list[int]:
+def expected_work(name: str, dtype: str) -> list[int]:
     """What the unchanged kernels take."""
-    return run_chain(problem, dtype, D)
+    return run_chain(name, dtype)
 
 
 @contextmanager
 def planted(mutant: Mutant):
     """Run the kernels with the mutant's text inside the block."""
     launch.read_header = mutant.applied
-    launch.metal_kernel.cache_clear()
+    launch.compiled_kernel.cache_clear()
     kernels.check_lane_map.cache_clear()
     try:
         yield
     finally:
         launch.read_header = read_header
-        launch.metal_kernel.cache_clear()
+        launch.compiled_kernel.cache_clear()
         kernels.check_lane_map.cache_clear()
 
 
 def caught_by(mutant: Mutant) -> str:
     """The check that finds the mutant, or ``"survived"``."""
-    for problem in PROBLEMS:
-        work = expected_work(problem, mutant.dtype, mutant.D)
+    for name in mutant.problems or BANDS:
+        work = expected_work(name, mutant.dtype)
         try:
             with planted(mutant):
-                if run_chain(problem, mutant.dtype, mutant.D) != work:
+                if run_chain(name, mutant.dtype) != work:
                     return "counters"
         except simulator.SimulatorError as error:
             report = str(error)
-            return next(name for words, name in REPORTS.items() if words in report)
+            return next(check for words, check in REPORTS.items() if words in report)
         except AssertionError:
             return "numbers"
         except kernels.LaneMapError:
