@@ -6,8 +6,8 @@ python benchmarks/cost_report.py [--T 4096] [--peer] [--results FOLDER]
 Runs every kernel on the simulator at two lengths, which gives its exact work at any
 other, and feeds that to cost_model.py. MLX's steel_attention is counted alike, and with
 --peer the kernels of mlx-train-perf, if that is installed (pip install --no-deps
-mlx-train-perf). Prints a table, writes FOLDER/modelled.csv and FOLDER/modelled.png.
-No number is a measurement.
+mlx-train-perf). Prints a table, writes modelled.csv, modelled.md and modelled.png in
+FOLDER. No number is a measurement.
 """
 
 from __future__ import annotations
@@ -413,6 +413,28 @@ def print_table(table: list[dict]) -> None:
         )
 
 
+def markdown(table: list[dict], T: int) -> str:
+    """Utilisation on the chips in PRINTED, a table per mask."""
+    lines = [
+        f"Modelled, not measured: utilisation in % on {' / '.join(PRINTED)}, "
+        f"H = {HEADS}, T = {T}."
+    ]
+    head_dims = sorted({x["D"] for x in table})
+    for mask in dict.fromkeys(x["mask"] for x in table):
+        heads = " | ".join(f"D {D}" for D in head_dims)
+        lines += ["", f"| {mask} | {heads} |", "|---" * (1 + len(head_dims)) + "|"]
+        cells: dict[str, dict[int, list[str]]] = {}
+        for x in table:
+            if x["mask"] == mask and x["chip"] in PRINTED and PRODUCTS[x["kernel"]]:
+                name = f"{x['implementation']} {x['kernel']} {x['dtype']}"
+                cell = cells.setdefault(name, {}).setdefault(x["D"], [])
+                cell.append(f"{100 * x['modelled_utilisation']:.0f}")
+        for name, row_cells in cells.items():
+            values = (" / ".join(row_cells.get(D, [])) for D in head_dims)
+            lines.append(f"| {name} | {' | '.join(values)} |")
+    return "\n".join(lines) + "\n"
+
+
 def plot(table: list[dict], path: Path, T: int) -> None:
     """Utilisation by head dim, and what a useful product costs, by term."""
     import matplotlib.pyplot as plt
@@ -493,6 +515,7 @@ def main() -> None:
         writer = csv.DictWriter(file, list(table[0]))
         writer.writeheader()
         writer.writerows(table)
+    (options.results / "modelled.md").write_text(markdown(table, options.T))
     plot(table, options.results / "modelled.png", options.T)
 
 

@@ -1,5 +1,6 @@
 """The cost model: its arithmetic, what it is calibrated on, what is counted for it."""
 
+import csv
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -201,7 +202,21 @@ def test_every_count_has_a_coefficient_and_is_in_one_term():
     assert len(in_terms) == len(set(in_terms))
 
 
-def test_report_has_a_row_per_kernel_and_chip():
-    table = list(cost_report.rows(OWN, Case(16, "float32", causal=True), 4096))
-    assert len(table) == len(own_kernels(Case(16, "float32", True))) * len(CHIPS)
-    assert all(x["modelled_ms"] > 0 for x in table)
+def test_report_writes_a_labelled_row_per_kernel_and_chip(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(cost_report, "HEAD_DIMS", (16,))
+    monkeypatch.setattr(cost_report, "DTYPES", ("float32",))
+    monkeypatch.setattr("sys.argv", ["cost_report.py", "--results", str(tmp_path)])
+    cost_report.main()
+    with open(tmp_path / "modelled.csv") as file:
+        table = list(csv.DictReader(file))
+    for mask in ("full", "causal"):
+        mine = [x for x in table if x["mask"] == mask]
+        own = [x for x in mine if x["implementation"] == OWN.name]
+        assert len(own) == len(own_kernels(Case(16, "float32", True))) * len(CHIPS)
+        assert len(mine) == len(own) + len(CHIPS)
+    assert all(float(x["modelled_ms"]) > 0 for x in table)
+    assert "modelled, none is measured" in capsys.readouterr().out
+    assert "Modelled, not measured" in (tmp_path / "modelled.md").read_text()
+    assert (tmp_path / "modelled.png").exists()
