@@ -265,7 +265,7 @@ class Body:
         rescales: Exponentials of a block that belong to no score.
         per_chunk: For each 16 bytes that a lane stages: address of source and target,
             bounds, and what is done to the elements.
-        per_bfloat: For each product of bfloat, to make floats of what it loads.
+        per_product: For each product, to convert what it loads.
     """
 
     scores: float
@@ -273,16 +273,17 @@ class Body:
     per_block: float
     rescales: float = 0
     per_chunk: float = 0
-    per_bfloat: float = 0
+    per_product: float = 0
 
 
 def estimated(counts: Counts, body: Body) -> Counts:
     """The counts with the estimated instructions."""
     blocks = counts.exponential / (body.scores + body.rescales)
     per_block = body.per_score * body.scores + body.per_block
+    products = counts.mma_float + counts.mma_half + counts.mma_bfloat
     chunks = counts.threadgroup_write / (16 * 32)
     return replace(
         counts,
-        alu=blocks * per_block + body.per_bfloat * counts.mma_bfloat,
+        alu=blocks * per_block + body.per_product * products,
         address=body.per_chunk * chunks,
     )

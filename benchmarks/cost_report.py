@@ -159,6 +159,12 @@ def own_body(kernel: str, case: Case) -> Body | None:
     # select, dp - delta, multiply; dv alone has no dp
     per_score = 4 if forward or kernel == "attention_dv" else 6
     meetings = 1 if forward or kernel == "attention_dv" else 2
+    conversions = 0.0
+    if case.dtype == "bfloat16":
+        # M1/M2 have none: 5 instructions round each score to bfloat, a shift per element
+        # makes a fragment float again
+        per_score += 5 * (2 if kernel == "attention_dkv" else 1)
+        conversions = 2 / t.fragments + 8 / t.block
     # the backward looks for NaN in each element of one of the two staged tiles
     nan_check = 0 if forward else 3 * chunk / 2
     return Body(
@@ -167,7 +173,7 @@ def own_body(kernel: str, case: Case) -> Body | None:
         per_block=20 + (accumulator if forward else 0),
         rescales=t.fragments if forward else 0,
         per_chunk=20 + nan_check,
-        per_bfloat=2 / t.fragments,
+        per_product=conversions,
     )
 
 
@@ -198,6 +204,7 @@ def steel_body(kernel: str, case: Case) -> Body:
         per_block=10 + 2 * case.D / 8,
         rescales=1,
         per_chunk=2,
+        per_product=2 + 1 / fragments if case.dtype == "bfloat16" else 0,
     )
 
 
@@ -278,6 +285,8 @@ def peer() -> Implementation:
             per_score=4 if forward else 6,
             per_block=20 + (accumulator if forward else 0),
             rescales=rows / 8 if forward else 0,
+            # q k^T loads 8 fragments for 16 products, p v one for 4
+            per_product=0.75 if case.dtype == "bfloat16" else 0,
         )
 
     def registers(kernel: str, case: Case) -> float:
@@ -465,7 +474,8 @@ def plot(table: list[dict], path: Path, T: int) -> None:
                 )
             axes[2 * i, j].set_title(f"{chip}: {kernel}")
             axes[2 * i, j].set_ylim(0, 105)
-            axes[2 * i, j].legend(fontsize=6)
+            axes[2 * i, j].set_xlabel("D")
+            axes[2 * i, j].legend(fontsize=5, ncols=2, loc="lower center")
             own = [x for x in mine if x["implementation"] == OWN.name]
             labels = [f"{x['dtype']} D{x['D']}" for x in own]
             left = [0.0] * len(own)
