@@ -7,3 +7,4 @@
 #define constant
 
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")

@@ -5,14 +5,19 @@
 // Tiles      A warp owns 8 * R rows; where it multiplies, R is even. Products use wgmma
 //            where the GPU has it (sm_90a): four warps multiply together and must take
 //            the same branches. Else, and for what wgmma has not, mma.sync.
-// Float      FLOAT_TERMS = 1: products in TF32, 11 bits of mantissa. FLOAT_TERMS = 3:
-//            each number is split into two TF32 parts, and the three products that
-//            matter are summed: float32 accuracy.
+// Float      FLOAT_TERMS = 1: products in TF32, 11 bits of mantissa; operands are rounded
+//            to it once, on their way to registers or threadgroup memory, since the
+//            instructions cut. FLOAT_TERMS = 3: each number is split into two TF32
+//            parts, and the three products that matter are summed: float32 accuracy.
 // Shared     A tile is cut into panels 128, 64 or 32 bytes wide. In a panel, the 16-byte
 //            chunks of a row are permuted by exclusive or with the row (the swizzles
 //            of wgmma); ldmatrix is free of bank conflicts on the same layout.
-// Copies     asynchronous (cp.async) where 16 bytes are aligned; one group a block.
-// Edges      Rows past the end of an array read as zeros and are never stored.
+// Copies     asynchronous (cp.async) where 16 bytes are aligned; one group a block. The
+//            thread that copied a chunk finishes it: in TF32 it rounds, and transposes
+//            for mma_ab, because wgmma sums 4-byte numbers along rows only.
+// Parts      none: DS is 1, a warp has registers for all columns.
+// Edges      Rows past the end of an array, and columns from D to Width<D, DS>, read as
+//            zeros and are never stored.
 
 enum : int {
   TOGETHER = 4,                   // warps that must take the same branches
@@ -21,9 +26,24 @@ enum : int {
   SLOTS = AHEAD + 1,
 };
 
+// What a staged tile is for: the products that read it, and whether its NaNs become 0.
+enum : int { IN_ABT = 1, IN_AB = 2, NAN_AS_ZERO = 4 };
+
+// Whether products of T run in TF32.
+template <typename T>
+struct InTf32 {
+  enum : bool { value = sizeof(T) == 4 && FLOAT_TERMS == 1 };
+};
+
+// Tiles of a streamed operand that take turns; in TF32 one of them is transposed.
+template <typename T>
+struct TileSlots {
+  enum : int { value = SLOTS + (InTf32<T>::value ? 1 : 0) };
+};
+
 // Who runs: the place in the threadgroup, and the threadgroup's place in the grid.
 struct Worker {
-  int thread_index, simd, lane;
+  int thread_index, simd, part, lane;
   int block, head, batch;
 };
 
@@ -32,13 +52,21 @@ template <int R>
 inline int first_row(Worker at) {
   return at.simd * 8 * R;
 }
-// The same for the first of the warps that multiply together.
-template <int R>
-inline int first_row_together(Worker at) {
-  return at.simd / TOGETHER * TOGETHER * 8 * R;
+// Rows of the warps that multiply together, of ROWS in the threadgroup.
+template <int R, int DS, int ROWS>
+inline Range rows_together(Worker at) {
+  const int first = at.simd / TOGETHER * TOGETHER * 8 * R;
+  return Range{first, first + TOGETHER * 8 * R};
 }
 inline int tile_row(Worker at, int i) { return 8 * i + at.lane / 4; }
 inline int tile_col(Worker at, int j) { return 8 * (j / 2) + at.lane % 4 * 2 + j % 2; }
+
+// Columns that a tile has for D columns of an array: pairs of fragments.
+template <int D, int DS>
+struct Width {
+  static_assert(DS == 1, "no parts");
+  enum : int { value = (D + 15) / 16 * 16 };
+};
 
 template <typename T, int D>
 struct RowStride {
@@ -50,6 +78,7 @@ inline float power_of_2(float x) {
   return x;
 }
 inline float log_base_2(float x) { return log2f(x); }
+inline float hyperbolic_tangent(float x) { return tanhf(x); }
 inline float maximum(float a, float b) { return fmaxf(a, b); }
 inline int minimum(int a, int b) { return a < b ? a : b; }
 inline float minus_infinity() { return __int_as_float(0xff800000); }
@@ -58,11 +87,16 @@ inline float minus_infinity() { return __int_as_float(0xff800000); }
 // threadgroup memory is then visible to all.
 inline void threadgroup_sync() { __syncthreads(); }
 
-// The same, once this thread's copies are complete, except those of the AHEAD latest
-// blocks: every call ends the group of copies of one block.
-inline void staged_sync() {
+// Ends the group of copies of one block; this thread's copies are then complete, except
+// those of the LATER latest blocks.
+template <int LATER = AHEAD>
+inline void staged_wait() {
   asm volatile("cp.async.commit_group;" ::: "memory");
-  asm volatile("cp.async.wait_group %0;" ::"n"(int(AHEAD)) : "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+}
+
+// threadgroup_sync, also for what the products read in threadgroup memory.
+inline void staged_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
@@ -96,6 +130,23 @@ inline unsigned load_shared(unsigned address) {
   return x;
 }
 
+// The parts of a float: the nearest TF32 number, and what is left.
+inline unsigned high_part(unsigned x) {
+  unsigned y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
+  return y;
+}
+inline unsigned low_part(unsigned x) {
+  const float rest = __uint_as_float(x) - __uint_as_float(high_part(x));
+  return high_part(__float_as_uint(rest));
+}
+// A number as products take it. In TF32 the instructions cut; half a unit makes that a
+// rounding. What is not finite stays as it is: a NaN may have all bits set.
+inline float operand_of_products(float x) {
+  if (FLOAT_TERMS == 3 || !(fabsf(x) < -minus_infinity())) return x;
+  return __uint_as_float(__float_as_uint(x) + (1u << 12));
+}
+
 // Two neighbours as one register.
 inline unsigned pack(float a, float b, __half) {
   const __half2 x = __floats2half2_rn(a, b);
@@ -109,6 +160,16 @@ template <typename T>
 inline float2 unpack(unsigned x) {
   const T* pair = reinterpret_cast<const T*>(&x);
   return float2{float(pair[0]), float(pair[1])};
+}
+
+// Not 0 if one of two neighbours is a NaN.
+inline unsigned nan_in_pair(unsigned x, __half) {
+  const __half2 is_nan = __hisnan2(reinterpret_cast<const __half2&>(x));
+  return reinterpret_cast<const unsigned&>(is_nan);
+}
+inline unsigned nan_in_pair(unsigned x, __nv_bfloat16) {
+  const __nv_bfloat162 is_nan = __hisnan2(reinterpret_cast<const __nv_bfloat162&>(x));
+  return reinterpret_cast<const unsigned&>(is_nan);
 }
 
 // Left operand of a product. reg[r][s] is a lane's 4 bytes of the 16-byte chunk s of a
@@ -170,7 +231,7 @@ template <int R, int C>
 inline void convert(RowTile<float, R, C>& to, AccTile<R, C>& from) {
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int j = 0; j < 2 * C; ++j) {
-      to.reg[r][j] = __float_as_uint(from.get(r, j));
+      to.reg[r][j] = __float_as_uint(operand_of_products(from.get(r, j)));
     }
   }
 }
@@ -185,6 +246,9 @@ inline float over_row_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// The smallest over all lanes.
+inline int over_simd_min(int x) { return __reduce_min_sync(~0u, x); }
+
 template <int R, int C>
 inline float row_max(AccTile<R, C>& x, int i) {
   float m = x.get(i, 0);
@@ -192,23 +256,35 @@ inline float row_max(AccTile<R, C>& x, int i) {
   return over_row_max(m);
 }
 
-// Sum over d of x * y, for the row slot i.
+// This lane's 4 bytes s of a row, as two numbers (of float: one).
 template <typename T, int R, int C>
-inline float row_dot(RowTile<T, R, C>& x, RowTile<T, R, C>& y, int i) {
-  float sum = 0.0f;
-  UNROLL for (int c = 0; c < C; ++c) {
-    const float2 a = unpack<T>(x.reg[i][c]), b = unpack<T>(y.reg[i][c]);
-    sum += a.x * b.x + a.y * b.y;
-  }
-  return over_row_sum(sum);
+inline float2 lane_pair(RowTile<T, R, C>& x, int i, int s) {
+  return unpack<T>(x.reg[i][s]);
 }
 template <int R, int C>
-inline float row_dot(RowTile<float, R, C>& x, RowTile<float, R, C>& y, int i) {
+inline float2 lane_pair(RowTile<float, R, C>& x, int i, int s) {
+  return float2{__uint_as_float(x.reg[i][s]), 0.0f};
+}
+
+// This lane's part of the sum of x * y over the columns, for the row slot i.
+template <typename T, int R, int C>
+inline float lane_dot(RowTile<T, R, C>& x, RowTile<T, R, C>& y, int i) {
   float sum = 0.0f;
-  UNROLL for (int s = 0; s < 2 * C; ++s) {
-    sum += __uint_as_float(x.reg[i][s]) * __uint_as_float(y.reg[i][s]);
+  UNROLL for (int s = 0; s < int(C * sizeof(T)) / 2; ++s) {
+    const float2 a = lane_pair(x, i, s), b = lane_pair(y, i, s);
+    sum += a.x * b.x + a.y * b.y;
   }
-  return over_row_sum(sum);
+  return sum;
+}
+// How many of this lane's elements in the row slot i are not 0.
+template <typename T, int R, int C>
+inline float lane_nonzeros(RowTile<T, R, C>& x, int i) {
+  float n = 0.0f;
+  UNROLL for (int s = 0; s < int(C * sizeof(T)) / 2; ++s) {
+    const float2 a = lane_pair(x, i, s);
+    n += (a.x == 0.0f ? 0.0f : 1.0f) + (a.y == 0.0f ? 0.0f : 1.0f);
+  }
+  return n;
 }
 
 // Four 8x16-byte matrices from threadgroup memory; lane l gives the address of row
@@ -278,27 +354,6 @@ inline void multiply_tf32(float (&d)[4], LeftRegisters a, unsigned b0, unsigned 
       : "r"(a.reg[0]), "r"(a.reg[1]), "r"(a.reg[2]), "r"(a.reg[3]), "r"(b0), "r"(b1));
 }
 
-// The matrix instructions cut a float to TF32. `nearly` makes that unbiased first: what
-// TF32 holds exactly it leaves, and on average it adds what the cut takes away.
-inline unsigned nearly(unsigned x) {
-  return __float_as_uint(__uint_as_float(x) * 1.000345f);
-}
-inline LeftRegisters nearly(LeftRegisters x, float) {
-  UNROLL for (int e = 0; e < 4; ++e) { x.reg[e] = nearly(x.reg[e]); }
-  return x;
-}
-inline LeftRegisters nearly(LeftRegisters x, __half) { return x; }
-inline LeftRegisters nearly(LeftRegisters x, __nv_bfloat16) { return x; }
-// The parts of a float: the nearest TF32 number, and what is left.
-inline unsigned high_part(unsigned x) {
-  unsigned y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
-  return y;
-}
-inline unsigned low_part(unsigned x) {
-  const float rest = __uint_as_float(x) - __uint_as_float(high_part(x));
-  return high_part(__float_as_uint(rest));
-}
 inline void multiply(float (&d)[4], LeftRegisters a, unsigned b0, unsigned b1, float) {
   if (FLOAT_TERMS == 3) {
     LeftRegisters high, low;
@@ -310,7 +365,7 @@ inline void multiply(float (&d)[4], LeftRegisters a, unsigned b0, unsigned b1, f
     multiply_tf32(d, high, low_part(b0), low_part(b1));
     multiply_tf32(d, high, high_part(b0), high_part(b1));
   } else {
-    multiply_tf32(d, nearly(a, float()), nearly(b0), nearly(b1));
+    multiply_tf32(d, a, b0, b1);
   }
 }
 
@@ -322,9 +377,7 @@ struct LeftSteps {
 
   inline LeftSteps(RowTile<T, R, C>& a) {
     UNROLL for (int i = 0; i < R / 2; ++i) {
-      UNROLL for (int s = 0; s < STEPS; ++s) {
-        step[i][s] = nearly(left_step(a, i, s), T());
-      }
+      UNROLL for (int s = 0; s < STEPS; ++s) { step[i][s] = left_step(a, i, s); }
     }
   }
 };
@@ -353,13 +406,14 @@ inline SharedLeftSteps<T, R, C> left_steps(SharedRowTile<T, R, C>& a) {
   return SharedLeftSteps<T, R, C>(a);
 }
 
-// acc += a b^T, the rows of b in threadgroup memory.
-template <template <typename, int, int> class Left, typename T, int R, int C, int K>
-inline void mma_abt(AccTile<R, K>& acc, Left<T, R, C>& a, const T* b_tg) {
+// acc += a b^T, the rows of b, W = 8 * C wide, in threadgroup memory.
+template <int W, template <typename, int, int> class Left, typename T, int R, int C,
+          int K>
+inline void mma_abt(AccTile<R, K>& acc, Left<T, R, C>& a, const T* b_tg, Worker) {
   typedef TileLayout<T, 8 * K, 8 * C> Layout;
   const int lane = threadIdx.x % 32;
   const unsigned b = shared_address(b_tg);
-  if constexpr (HAS_WGMMA && (sizeof(T) == 2 || FLOAT_TERMS == 1)) {
+  if constexpr (HAS_WGMMA && (sizeof(T) == 2 || InTf32<T>::value)) {
     multiply_together<T, Layout, false>(acc.frag, left_steps(a).step, b);
   } else {
     UNROLL for (int s = 0; s < int(C * sizeof(T)) / 4; ++s) {
@@ -377,9 +431,9 @@ inline void mma_abt(AccTile<R, K>& acc, Left<T, R, C>& a, const T* b_tg) {
   }
 }
 
-// acc += a b, the rows of b in threadgroup memory.
-template <typename T, int R, int K, int C>
-inline void mma_ab(AccTile<R, C>& acc, RowTile<T, R, K>& a, const T* b_tg) {
+// acc += a b, the rows of b, W = 8 * C wide, in threadgroup memory.
+template <int W, typename T, int R, int K, int C>
+inline void mma_ab(AccTile<R, C>& acc, RowTile<T, R, K>& a, const T* b_tg, Worker) {
   typedef TileLayout<T, 8 * K, 8 * C> Layout;
   const int lane = threadIdx.x % 32;
   const unsigned b = shared_address(b_tg);
@@ -399,8 +453,16 @@ inline void mma_ab(AccTile<R, C>& acc, RowTile<T, R, K>& a, const T* b_tg) {
     }
   }
 }
-template <int R, int K, int C>
-inline void mma_ab(AccTile<R, C>& acc, RowTile<float, R, K>& a, const float* b_tg) {
+// In TF32 with wgmma, b is the transposed tile.
+template <int W, int R, int K, int C>
+inline void mma_ab(AccTile<R, C>& acc, RowTile<float, R, K>& a, const float* b_tg,
+                   Worker) {
+  if constexpr (HAS_WGMMA && InTf32<float>::value) {
+    typedef TileLayout<float, 8 * C, 8 * K> Transposed;
+    multiply_together<float, Transposed, false>(acc.frag, left_steps(a).step,
+                                                shared_address(b_tg));
+    return;
+  }
   typedef TileLayout<float, 8 * K, 8 * C> Layout;
   enum : int { PERIOD = Layout::CHUNKS / 2 };  // fragments of a panel's row
   const int lane = threadIdx.x % 32;
@@ -412,28 +474,29 @@ inline void mma_ab(AccTile<R, C>& acc, RowTile<float, R, K>& a, const float* b_t
     first[c] = column + Layout::place(row, chunk);
     second[c] = column + Layout::place(row + 1, chunk);
   }
-  // The matrix instructions cut their sums to float, too: exact sums start anew here.
-  AccTile<R, C> sum;
-  fill(sum, 0.0f);
-  AccTile<R, C>& to = FLOAT_TERMS == 3 ? sum : acc;
-  UNROLL for (int s = 0; s < K; ++s) {
-    UNROLL for (int c = 0; c < C; ++c) {
+  UNROLL for (int c = 0; c < C; ++c) {
+    // the matrix instructions cut their sums to float, too: each starts anew here
+    AccTile<R, 1> sum;
+    fill(sum, 0.0f);
+    UNROLL for (int s = 0; s < K; ++s) {
       const int place = Layout::place(8 * s, c / PERIOD * Layout::CHUNKS);
       const unsigned b0 = load_shared(first[c % PERIOD] + place);
       const unsigned b1 = load_shared(second[c % PERIOD] + place);
       UNROLL for (int i = 0; i < R / 2; ++i) {
-        multiply(to.frag[i][c], left_step(a, i, s), b0, b1, float());
+        multiply(sum.frag[i][0], left_step(a, i, s), b0, b1, float());
       }
     }
-  }
-  if (FLOAT_TERMS == 3) {
     UNROLL for (int i = 0; i < R; ++i) {
-      UNROLL for (int j = 0; j < 2 * C; ++j) {
-        acc.set(i, j, acc.get(i, j) + sum.get(i, j));
+      UNROLL for (int e = 0; e < 2; ++e) {
+        acc.set(i, 2 * c + e, acc.get(i, 2 * c + e) + sum.get(i, e));
       }
     }
   }
 }
+
+// The sum of x over the parts: there is one.
+template <int DS, int R, int C>
+inline void sum_parts(AccTile<R, C>&, float*, Worker) {}
 
 // `bytes` bytes to threadgroup memory, asynchronously; zeros unless `exists`.
 template <int BYTES>
@@ -458,88 +521,254 @@ inline bool is_aligned(Operand<T> x, int bytes) {
   return x.stride.d == 1 && ((place | steps) & (bytes - 1)) == 0;
 }
 
-// Rows [row, row + ROWS) of head (b, h) to the rows from tile_row on of a tile of
-// TILE_ROWS rows, by THREADS threads.
-template <int ROWS, int D, int THREADS, int TILE_ROWS, typename T>
+// The 16-byte chunks of ROWS x D elements that a thread copies and finishes: in each turn
+// one column of chunks of the rows row, row + 2, ... of GROUP rows. In TF32 they become
+// GROUP chunks of the transposed tile, chunk `group` of as many rows.
+template <typename T, int ROWS, int D, int THREADS>
+struct Share {
+  enum : int {
+    CHUNK = 16 / sizeof(T),
+    WIDTH = D / CHUNK,
+    GROUP = InTf32<T>::value ? 4 : 1,
+    ALL = ROWS / GROUP * WIDTH,
+    TURNS = (ALL + THREADS - 1) / THREADS,
+    PANELS = WIDTH / 8,
+    // a warp has 4 groups x 8 columns, in an order without bank conflicts in either tile
+    SQUARE = GROUP > 1 && WIDTH % 8 == 0 && ROWS % 16 == 0,
+    // the column is the same in all turns, the rows of the next turn are this far away
+    STEADY = SQUARE ? THREADS / 32 % PANELS == 0 : THREADS % WIDTH == 0,
+    TURN_ROWS = THREADS / WIDTH * GROUP,
+  };
+  int column, group, row;
+  bool exists;
+
+  inline Share(int turn, int thread_index) {
+    const int i = turn * THREADS + thread_index;
+    exists = ALL % THREADS == 0 || i < ALL;
+    const int first = STEADY ? thread_index : i;
+    if constexpr (SQUARE) {
+      const int lane = first % 32, warp = first / 32;
+      column = 8 * (warp % PANELS) + lane % 8;
+      group = 4 * (warp / PANELS) + (lane / 8 ^ lane % 8 / 2);
+    } else {
+      column = first % WIDTH;
+      group = first / WIDTH;
+    }
+    if (STEADY) group += turn * (TURN_ROWS / GROUP);
+    // the order of the columns of a RowTile<float>: 0 2 4 6 1 3 5 7
+    row = GROUP == 1 ? group : group / 2 * 8 + group % 2;
+  }
+};
+
+// Rows [row, row + ROWS) of head (b, h), D columns of them, to the rows from tile_row on
+// of a tile of TILE_ROWS rows of W columns, by THREADS threads.
+template <int ROWS, int D, int W, int THREADS, int TILE_ROWS, typename T>
 inline void stage_rows(T* tile_tg, int tile_row, Operand<T> from, int b, int h, int row,
                        int n_rows, int thread_index) {
-  typedef TileLayout<T, TILE_ROWS, D> Layout;
-  enum : int { CHUNK = 16 / sizeof(T), CHUNKS_PER_ROW = D / CHUNK };
-  const T* head = from.data + offset(from.stride, b, h, row);
-  const bool aligned = is_aligned(from, 16);
-  UNROLL for (int first = 0; first < ROWS * CHUNKS_PER_ROW; first += THREADS) {
-    const int i = first + thread_index;
-    if (ROWS * CHUNKS_PER_ROW % THREADS && i >= ROWS * CHUNKS_PER_ROW) break;
-    const bool steady = THREADS % CHUNKS_PER_ROW == 0;
-    const int r = steady ? thread_index / CHUNKS_PER_ROW + first / CHUNKS_PER_ROW
-                         : i / CHUNKS_PER_ROW;
-    const int chunk = steady ? thread_index % CHUNKS_PER_ROW : i % CHUNKS_PER_ROW;
-    char* to = reinterpret_cast<char*>(tile_tg) + Layout::place(tile_row + r, chunk);
-    const bool exists = row + r < n_rows;
-    const T* source = head + r * from.stride.t + chunk * CHUNK * from.stride.d;
-    if (aligned) {
-      copy<16>(shared_address(to), exists ? source : from.data, exists);
-    } else {
-      UNROLL for (int e = 0; e < CHUNK; ++e) {
-        reinterpret_cast<T*>(to)[e] = exists ? source[e * from.stride.d] : T(0.0f);
+  typedef TileLayout<T, TILE_ROWS, W> Layout;
+  typedef Share<T, ROWS, W, THREADS> Mine;
+  char* tile = reinterpret_cast<char*>(tile_tg);
+  if (D % Mine::CHUNK == 0 && is_aligned(from, 16)) {
+    const long two_rows = 2 * from.stride.t,
+               turn_rows = Mine::TURN_ROWS * from.stride.t;
+    const T* turn_source;
+    UNROLL for (int turn = 0; turn < Mine::TURNS; ++turn) {
+      const Mine mine(turn, thread_index);
+      if (!mine.exists) break;
+      if (turn == 0 || !Mine::STEADY) {
+        turn_source = from.data + offset(from.stride, b, h, row + mine.row) +
+                      mine.column * Mine::CHUNK;
+      } else {
+        turn_source += turn_rows;
+      }
+      const T* source = turn_source;
+      UNROLL for (int g = 0; g < Mine::GROUP; ++g) {
+        const int r = mine.row + 2 * g;
+        char* to = tile + Layout::place(tile_row + r, mine.column);
+        const bool exists =
+            row + r < n_rows && (D == W || mine.column < D / Mine::CHUNK);
+        copy<16>(shared_address(to), source, exists);
+        source += two_rows;
       }
     }
-  }
-}
-
-// Rows [row, row + ROWS) of head (b, h) to threadgroup memory, by THREADS threads.
-// Rows from n_rows on become zeros. They are there after the staged_sync of their turn.
-template <int ROWS, int D, int THREADS, typename T>
-inline void stage(T* to_tg, Operand<T> from, int b, int h, int row, int n_rows,
-                  int thread_index) {
-  stage_rows<ROWS, D, THREADS, ROWS>(to_tg, 0, from, b, h, row, n_rows, thread_index);
-}
-
-// Tile of ROWS rows, among the SLOTS that take turns, that a block is staged in.
-template <int ROWS, int D, typename T>
-inline T* slot(T* tiles_tg, int block) {
-  return tiles_tg + block % SLOTS * ROWS * RowStride<T, D>::value;
-}
-
-// This warp's rows [row, row + 8 R) of head (b, h), in registers.
-template <typename T, int R, int C>
-inline void load_rows(RowTile<T, R, C>& x, Operand<T> from, int b, int h, int row,
-                      int n_rows, Worker at) {
-  enum : int { WORD = 4 / sizeof(T) };
-  const bool aligned = is_aligned(from, 4);
-  UNROLL for (int r = 0; r < R; ++r) {
-    const int t = row + tile_row(at, r);
-    const T* first = from.data + offset(from.stride, b, h, t);
-    UNROLL for (int s = 0; s < int(C * sizeof(T)) / 2; ++s) {
-      const int d = (4 * s + at.lane % 4) * WORD;
-      x.reg[r][s] = 0;
-      if (t < n_rows && aligned) {
-        x.reg[r][s] = *reinterpret_cast<const unsigned*>(first + d);
-      } else if (t < n_rows) {
-        UNROLL for (int e = 0; e < WORD; ++e) {
-          reinterpret_cast<T*>(&x.reg[r][s])[e] = first[(d + e) * from.stride.d];
+  } else {
+    ROLLED for (int turn = 0; turn < Mine::TURNS; ++turn) {
+      const Mine mine(turn, thread_index);
+      if (!mine.exists) break;
+      ROLLED for (int g = 0; g < Mine::GROUP; ++g) {
+        const int r = mine.row + 2 * g;
+        char* to = tile + Layout::place(tile_row + r, mine.column);
+        const T* source = from.data + offset(from.stride, b, h, row + r);
+        UNROLL for (int e = 0; e < Mine::CHUNK; ++e) {
+          const int d = mine.column * Mine::CHUNK + e;
+          reinterpret_cast<T*>(to)[e] =
+              row + r < n_rows && d < D ? source[d * from.stride.d] : T(0.0f);
         }
       }
     }
   }
 }
 
+inline float number_or_zero(float x) { return x == x ? x : 0.0f; }
+
+// The rows that this thread staged become what USES asks for, once its copies are
+// complete. In TF32 they are rounded in place for mma_abt, rounded and transposed for
+// mma_ab.
+template <int ROWS, int W, int THREADS, int TILE_ROWS, int USES>
+inline void finish_rows(float* tile_tg, float* transposed_tg, int tile_row,
+                        int thread_index) {
+  typedef TileLayout<float, TILE_ROWS, W> Layout;
+  typedef TileLayout<float, W, TILE_ROWS> Transposed;
+  typedef Share<float, ROWS, W, THREADS> Mine;
+  enum : bool { TRANSPOSE = USES & IN_AB && InTf32<float>::value && HAS_WGMMA };
+  UNROLL for (int turn = 0; turn < Mine::TURNS; ++turn) {
+    const Mine mine(turn, thread_index);
+    if (!mine.exists) break;
+    float4* chunks[Mine::GROUP];
+    float x[Mine::GROUP][4];
+    UNROLL for (int g = 0; g < Mine::GROUP; ++g) {
+      const int place = Layout::place(tile_row + mine.row + 2 * g, mine.column);
+      chunks[g] = reinterpret_cast<float4*>(reinterpret_cast<char*>(tile_tg) + place);
+      const float4 chunk = *chunks[g];
+      const float numbers[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+      UNROLL for (int e = 0; e < 4; ++e) {
+        const float number =
+            USES & NAN_AS_ZERO ? number_or_zero(numbers[e]) : numbers[e];
+        x[g][e] = operand_of_products(number);
+      }
+    }
+    if (USES & IN_ABT || !TRANSPOSE) {
+      UNROLL for (int g = 0; g < Mine::GROUP; ++g) {
+        *chunks[g] = float4{x[g][0], x[g][1], x[g][2], x[g][3]};
+      }
+    }
+    if constexpr (TRANSPOSE) {
+      UNROLL for (int e = 0; e < 4; ++e) {
+        *reinterpret_cast<float4*>(reinterpret_cast<char*>(transposed_tg) +
+                                   Transposed::place(4 * mine.column + e, mine.group)) =
+            float4{x[0][e], x[1][e], x[2][e], x[3][e]};
+      }
+    }
+  }
+}
+// 16-bit types: only NaNs are replaced, in the rare chunk that has one.
+template <int ROWS, int W, int THREADS, int TILE_ROWS, int USES, typename T>
+inline void finish_rows(T* tile_tg, T*, int tile_row, int thread_index) {
+  typedef TileLayout<T, TILE_ROWS, W> Layout;
+  typedef Share<T, ROWS, W, THREADS> Mine;
+  UNROLL for (int turn = 0; turn < Mine::TURNS; ++turn) {
+    const Mine mine(turn, thread_index);
+    if (!mine.exists) break;
+    uint4* chunk =
+        reinterpret_cast<uint4*>(reinterpret_cast<char*>(tile_tg) +
+                                 Layout::place(tile_row + mine.row, mine.column));
+    const uint4 x = *chunk;
+    if (nan_in_pair(x.x, T()) | nan_in_pair(x.y, T()) | nan_in_pair(x.z, T()) |
+        nan_in_pair(x.w, T())) {
+      T* elements = reinterpret_cast<T*>(chunk);
+      ROLLED for (int e = 0; e < Mine::CHUNK; ++e) {
+        elements[e] = T(number_or_zero(float(elements[e])));
+      }
+    }
+  }
+}
+
+// Rows [row, row + ROWS) of head (b, h) to rows of W >= D columns in threadgroup memory,
+// by THREADS threads. Rows from n_rows on and columns from D on become zeros. Complete
+// after the staged_wait, finish and staged_sync of their turn.
+template <int ROWS, int D, int W, int THREADS, int USES, typename T>
+inline void stage(T* to_tg, Operand<T> from, int b, int h, int row, int n_rows,
+                  int thread_index) {
+  stage_rows<ROWS, D, W, THREADS, ROWS>(to_tg, 0, from, b, h, row, n_rows,
+                                        thread_index);
+}
+
+// Tile of ROWS rows of W columns, among the SLOTS that take turns, that the block of a
+// turn is staged in and that mma_abt reads.
+template <int ROWS, int W, typename T>
+inline T* slot(T* tiles_tg, int turn) {
+  return tiles_tg + turn % TileSlots<T>::value * ROWS * RowStride<T, W>::value;
+}
+// The tile that mma_ab reads: in TF32 with wgmma the transposed one, in the slot that is
+// free until the next block is staged.
+template <int ROWS, int W, typename T>
+inline T* slot_in_ab(T* tiles_tg, int turn) {
+  const bool transposed = InTf32<T>::value && HAS_WGMMA;
+  return slot<ROWS, W>(tiles_tg, transposed ? turn + AHEAD + 1 : turn);
+}
+
+// Makes what this thread staged for a turn ready for USES; a staged_sync follows.
+template <int ROWS, int W, int THREADS, int USES, typename T>
+inline void finish(T* tiles_tg, int turn, int thread_index) {
+  if constexpr (InTf32<T>::value || USES & NAN_AS_ZERO) {
+    finish_rows<ROWS, W, THREADS, ROWS, USES>(slot<ROWS, W>(tiles_tg, turn),
+                                              slot_in_ab<ROWS, W>(tiles_tg, turn), 0,
+                                              thread_index);
+  }
+}
+
+// This warp's rows [row, row + 8 R) of head (b, h) in registers, from `column` on.
+template <int D, typename T, int R, int C>
+inline void load_rows(RowTile<T, R, C>& x, Operand<T> from, int b, int h, int row,
+                      int n_rows, int column, Worker at) {
+  enum : int { WORD = 4 / sizeof(T) };
+  const bool aligned = D % WORD == 0 && is_aligned(from, 4);
+  UNROLL for (int r = 0; r < R; ++r) {
+    const int t = row + tile_row(at, r);
+    const T* first = from.data + offset(from.stride, b, h, t);
+    UNROLL for (int s = 0; s < int(C * sizeof(T)) / 2; ++s) {
+      const int d = column + (4 * s + at.lane % 4) * WORD;
+      x.reg[r][s] = 0;
+      if (t < n_rows && d < D && aligned) {
+        x.reg[r][s] = *reinterpret_cast<const unsigned*>(first + d);
+      } else if (t < n_rows) {
+        UNROLL for (int e = 0; e < WORD; ++e) {
+          if (d + e < D) {
+            reinterpret_cast<T*>(&x.reg[r][s])[e] = first[(d + e) * from.stride.d];
+          }
+        }
+      }
+    }
+  }
+}
+
+template <typename T, int R, int C>
+inline void round_rows(RowTile<T, R, C>& x) {}
+template <int R, int C>
+inline void round_rows(RowTile<float, R, C>& x) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    UNROLL for (int s = 0; s < 2 * C; ++s) {
+      const float number = __uint_as_float(x.reg[r][s]);
+      x.reg[r][s] = __float_as_uint(operand_of_products(number));
+    }
+  }
+}
+
 // The same rows as a left operand: in registers (rows_tg is not used), or in rows_tg; a
 // staged_sync must come before their first use.
-template <typename T, int R, int C>
+template <int D, int W, typename T, int R, int C>
 inline void load_left(RowTile<T, R, C>& x, T* rows_tg, Operand<T> from, int b, int h,
                       int row, int n_rows, Worker at) {
-  load_rows(x, from, b, h, row, n_rows, at);
+  load_rows<D>(x, from, b, h, row, n_rows, 0, at);
+  round_rows(x);
 }
-template <typename T, int R, int C>
+template <int D, int W, typename T, int R, int C>
 inline void load_left(SharedRowTile<T, R, C>& x, T* rows_tg, Operand<T> from, int b,
                       int h, int row, int n_rows, Worker at) {
-  T* tile_tg = rows_tg + first_row_together<R>(at) * RowStride<T, 8 * C>::value;
+  const int first = at.simd / TOGETHER * TOGETHER * 8 * R;
+  T* tile_tg = rows_tg + first * RowStride<T, W>::value;
   x.rows_tg = tile_tg;
+  const int tile_row = at.simd % TOGETHER * 16;
   UNROLL for (int i = 0; i < R / 2; ++i) {
-    stage_rows<16, 8 * C, 32, ROWS_TOGETHER>(tile_tg + i * ROWS_TOGETHER * 8 * C,
-                                             at.simd % TOGETHER * 16, from, b, h,
-                                             row + 16 * i, n_rows, at.lane);
+    stage_rows<16, D, W, 32, ROWS_TOGETHER>(tile_tg + i * ROWS_TOGETHER * W, tile_row,
+                                            from, b, h, row + 16 * i, n_rows, at.lane);
+  }
+  if constexpr (InTf32<T>::value) {
+    staged_wait<0>();
+    UNROLL for (int i = 0; i < R / 2; ++i) {
+      T* rows = tile_tg + i * ROWS_TOGETHER * W;
+      finish_rows<16, W, 32, ROWS_TOGETHER, IN_ABT>(rows, rows, tile_row, at.lane);
+    }
   }
 }
 
@@ -553,16 +782,37 @@ inline void store_pair(float* to, float a, float b) {
 }
 
 // The tile's rows to an output at `to`, the head's row 0; row_step elements lie between
-// rows. Rows from n_rows on are not stored.
-template <typename T, int R, int C>
+// rows. Rows from n_rows on and columns from D on are not stored.
+template <int D, typename T, int R, int C>
 inline void store_rows(T* to, long row_step, AccTile<R, C>& x, int row, int n_rows,
                        Worker at) {
   UNROLL for (int r = 0; r < R; ++r) {
     const int t = row + tile_row(at, r);
     if (t < n_rows) {
       UNROLL for (int j = 0; j < 2 * C; j += 2) {
-        store_pair(to + t * row_step + tile_col(at, j), x.get(r, j), x.get(r, j + 1));
+        const int d = tile_col(at, j);
+        T* pair = to + t * row_step + d;
+        if (D % 2 == 0) {
+          if (d < D) store_pair(pair, x.get(r, j), x.get(r, j + 1));
+        } else {
+          if (d < D) pair[0] = T(x.get(r, j));
+          if (d + 1 < D) pair[1] = T(x.get(r, j + 1));
+        }
       }
+    }
+  }
+}
+
+// The tile to the place (row, col) of a row-contiguous [n_rows, n_cols] output. Nothing
+// is stored outside.
+template <typename T, int R, int C>
+inline void store_tile(T* to, AccTile<R, C>& x, int row, int n_rows, int col,
+                       int n_cols, Worker at) {
+  UNROLL for (int r = 0; r < R; ++r) {
+    const int t = row + tile_row(at, r);
+    UNROLL for (int j = 0; j < 2 * C; ++j) {
+      const int u = col + tile_col(at, j);
+      if (t < n_rows && u < n_cols) to[long(t) * n_cols + u] = T(x.get(r, j));
     }
   }
 }
@@ -603,9 +853,10 @@ inline void store_row_values(float* to, RowValues<R>& x, int row, int n_rows,
 template <int ROWS, int THREADS>
 inline void stage_values(float* to_tg, RowOperand from, int b, int h, int row,
                          int n_rows, Worker at) {
-  for (int r = at.thread_index; r < ROWS; r += THREADS) {
-    const bool exists = row + r < n_rows;
-    const long place = exists ? offset(from.stride, b, h, row + r) : 0;
-    copy<4>(shared_address(to_tg + r), from.data + place, exists);
+  UNROLL for (int first = 0; first < ROWS; first += THREADS) {
+    const int r = first + at.thread_index;
+    if (r >= ROWS) break;
+    const float* source = from.data + offset(from.stride, b, h, row + r);
+    copy<4>(shared_address(to_tg + r), source, row + r < n_rows);
   }
 }

@@ -34,5 +34,6 @@ inline void attention_delta(Operand<T> out, Operand<T> dout, RowOperand lse,
   sum.value[0] = passes ? difference : 0.0f;
   lse_rows.value[0] = passes ? lse_rows.value[0] * LOG2_E : NO_GRADIENT;
   store_row_values(delta + row_offset(n, at.batch, at.head), sum, q_first, n.Tq, at);
-  store_row_values(lse2 + row_offset(n, at.batch, at.head), lse_rows, q_first, n.Tq, at);
+  store_row_values(lse2 + row_offset(n, at.batch, at.head), lse_rows, q_first, n.Tq,
+                   at);
 }

@@ -36,6 +36,8 @@ inline void attention_dkv(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> d
     FDV = WV / (8 * DS),
     FQ = BQ / 8,
     THREADS = 32 * DS * (BK / (8 * FK)),
+    Q_USES = IN_ABT | (WITH_DK ? IN_AB | NAN_AS_ZERO : 0),
+    DOUT_USES = (WITH_DK ? IN_ABT : 0) | (WITH_DV ? IN_AB : 0),
   };
   const int group = n.H / n.HKV;
   const int block_first = at.block * BK;
@@ -63,16 +65,21 @@ inline void attention_dkv(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> d
       const int turn = walk.turn + AHEAD;
       const int h = at.head * group + walk.next / per_head;
       const int q_next = queries.first + walk.next % per_head * BQ;
-      stage<BQ, D, W, THREADS, true>(slot<BQ, W>(q_tg, turn), q, at.batch, h, q_next,
-                                     n.Tq, at.thread_index);
-      stage<BQ, DV, WV, THREADS, false>(slot<BQ, WV>(dout_tg, turn), dout, at.batch, h,
-                                        q_next, n.Tq, at.thread_index);
+      stage<BQ, D, W, THREADS, Q_USES>(slot<BQ, W>(q_tg, turn), q, at.batch, h, q_next,
+                                       n.Tq, at.thread_index);
+      stage<BQ, DV, WV, THREADS, DOUT_USES>(slot<BQ, WV>(dout_tg, turn), dout, at.batch,
+                                            h, q_next, n.Tq, at.thread_index);
       stage_values<BQ, THREADS>(lse_tg + turn % SLOTS * BQ, lse2, at.batch, h, q_next,
                                 n.Tq, at);
       if (WITH_DK) {
         stage_values<BQ, THREADS>(delta_tg + turn % SLOTS * BQ, delta, at.batch, h,
                                   q_next, n.Tq, at);
       }
+    }
+    staged_wait();
+    if (walk.now >= 0) {
+      finish<BQ, W, THREADS, Q_USES>(q_tg, walk.turn, at.thread_index);
+      finish<BQ, WV, THREADS, DOUT_USES>(dout_tg, walk.turn, at.thread_index);
     }
     staged_sync();  // the tiles and row numbers of the block of this turn are complete
 
@@ -83,14 +90,12 @@ inline void attention_dkv(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> d
         mask, n, one_segment(mask.ids, blocks, walk.now), q_first, q_first + BQ,
         block_first + together.first, block_first + together.last);
     if (visibility == INVISIBLE) continue;
-    const threadgroup T* q_block = slot<BQ, W>(q_tg, walk.turn);
-    const threadgroup T* dout_block = slot<BQ, WV>(dout_tg, walk.turn);
     ColumnValues lse_columns = {lse_tg + walk.turn % SLOTS * BQ, at};
     ColumnValues delta_columns = {delta_tg + walk.turn % SLOTS * BQ, at};
     // s^T = k q^T, p^T = exp2(s^T - lse)
     AccTile<FK, FQ> p;  // [8 FK, BQ]
     fill(p, 0.0f);
-    mma_abt<W>(p, k_rows, q_block, at);
+    mma_abt<W>(p, k_rows, slot<BQ, W>(q_tg, walk.turn), at);
     sum_parts<DS>(p, s_parts_tg, at);
     scale_scores<SOFTCAP>(p, scale, softcap);
     AccTile<FK, FQ> slope;
@@ -106,14 +111,14 @@ inline void attention_dkv(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> d
       }
       RowTile<T, FK, FQ> p_rows;
       convert(p_rows, p);
-      mma_ab<WV>(dv_acc, p_rows, dout_block, at);
+      mma_ab<WV>(dv_acc, p_rows, slot_in_ab<BQ, WV>(dout_tg, walk.turn), at);
     }
     if (WITH_DK) {
       // dp^T = v dout^T, ds^T = p^T (dp^T - delta), dk += ds^T q
       if (SOFTCAP) multiply(p, slope);
       AccTile<FK, FQ> ds;  // [8 FK, BQ]
       fill(ds, 0.0f);
-      mma_abt<WV>(ds, v_rows, dout_block, at);
+      mma_abt<WV>(ds, v_rows, slot<BQ, WV>(dout_tg, walk.turn), at);
       sum_parts<DS>(ds, dp_parts_tg, at);
       score_gradients(ds, p, delta_columns);
       if (visibility == PARTIAL) {
@@ -121,7 +126,7 @@ inline void attention_dkv(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> d
       }
       RowTile<T, FK, FQ> ds_rows;
       convert(ds_rows, ds);
-      mma_ab<W>(dk_acc, ds_rows, q_block, at);
+      mma_ab<W>(dk_acc, ds_rows, slot_in_ab<BQ, W>(q_tg, walk.turn), at);
     }
   }
 

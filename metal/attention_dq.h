@@ -34,6 +34,7 @@ inline void attention_dq(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> do
     FDV = WV / (8 * DS),
     FK = BK / 8,
     THREADS = 32 * DS * (BQ / (8 * FQ)),
+    K_USES = IN_ABT | IN_AB | NAN_AS_ZERO,
   };
   const int h_kv = at.head / (n.H / n.HKV);
   const int block_first = at.block * BQ;
@@ -59,10 +60,15 @@ inline void attention_dq(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> do
     threadgroup_sync();  // everybody has finished reading the tiles that are replaced
     if (walk.next < n_blocks) {
       const int k_next = keys.first + walk.next * BK;
-      stage<BK, D, W, THREADS, true>(slot<BK, W>(k_tg, walk.turn + AHEAD), k, at.batch,
-                                     h_kv, k_next, n.Tk, at.thread_index);
-      stage<BK, DV, WV, THREADS, false>(slot<BK, WV>(v_tg, walk.turn + AHEAD), v,
-                                        at.batch, h_kv, k_next, n.Tk, at.thread_index);
+      stage<BK, D, W, THREADS, K_USES>(slot<BK, W>(k_tg, walk.turn + AHEAD), k,
+                                       at.batch, h_kv, k_next, n.Tk, at.thread_index);
+      stage<BK, DV, WV, THREADS, IN_ABT>(slot<BK, WV>(v_tg, walk.turn + AHEAD), v,
+                                         at.batch, h_kv, k_next, n.Tk, at.thread_index);
+    }
+    staged_wait();
+    if (walk.now >= 0) {
+      finish<BK, W, THREADS, K_USES>(k_tg, walk.turn, at.thread_index);
+      finish<BK, WV, THREADS, IN_ABT>(v_tg, walk.turn, at.thread_index);
     }
     staged_sync();  // both tiles of the block of this turn are complete
 
@@ -72,11 +78,10 @@ inline void attention_dq(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> do
         mask, n, one_segment(mask.ids, blocks, walk.now), block_first + together.first,
         block_first + together.last, k_first, k_first + BK);
     if (visibility == INVISIBLE) continue;
-    const threadgroup T* k_block = slot<BK, W>(k_tg, walk.turn);
     // s = q k^T, p = exp2(s - lse)
     AccTile<FQ, FK> p;  // [8 FQ, BK]
     fill(p, 0.0f);
-    mma_abt<W>(p, q_rows, k_block, at);
+    mma_abt<W>(p, q_rows, slot<BK, W>(k_tg, walk.turn), at);
     sum_parts<DS>(p, s_parts_tg, at);
     scale_scores<SOFTCAP>(p, scale, softcap);
     AccTile<FQ, FK> slope;
@@ -98,7 +103,7 @@ inline void attention_dq(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> do
     // dq += ds k
     RowTile<T, FQ, FK> ds_rows;
     convert(ds_rows, ds);
-    mma_ab<W>(acc, ds_rows, k_block, at);
+    mma_ab<W>(acc, ds_rows, slot_in_ab<BK, W>(k_tg, walk.turn), at);
   }
 
   UNROLL for (int i = 0; i < FQ; ++i) { scale_row(acc, i, scale); }

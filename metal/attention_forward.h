@@ -55,10 +55,15 @@ inline void attention_forward(Operand<T> q, Operand<T> k, Operand<T> v,
     threadgroup_sync();  // everybody has finished reading the tiles that are replaced
     if (walk.next < n_blocks) {
       const int k_next = keys.first + walk.next * BK;
-      stage<BK, D, W, THREADS, false>(slot<BK, W>(k_tg, walk.turn + AHEAD), k, at.batch,
-                                      h_kv, k_next, n.Tk, at.thread_index);
-      stage<BK, DV, WV, THREADS, false>(slot<BK, WV>(v_tg, walk.turn + AHEAD), v,
+      stage<BK, D, W, THREADS, IN_ABT>(slot<BK, W>(k_tg, walk.turn + AHEAD), k,
+                                       at.batch, h_kv, k_next, n.Tk, at.thread_index);
+      stage<BK, DV, WV, THREADS, IN_AB>(slot<BK, WV>(v_tg, walk.turn + AHEAD), v,
                                         at.batch, h_kv, k_next, n.Tk, at.thread_index);
+    }
+    staged_wait();
+    if (walk.now >= 0) {
+      finish<BK, W, THREADS, IN_ABT>(k_tg, walk.turn, at.thread_index);
+      finish<BK, WV, THREADS, IN_AB>(v_tg, walk.turn, at.thread_index);
     }
     staged_sync();  // both tiles of the block of this turn are complete
 
@@ -83,11 +88,12 @@ inline void attention_forward(Operand<T> q, Operand<T> k, Operand<T> v,
     // acc += p v
     RowTile<T, FQ, FK> p;
     convert(p, s);
-    mma_ab<WV>(acc, p, slot<BK, WV>(v_tg, walk.turn), at);
+    mma_ab<WV>(acc, p, slot_in_ab<BK, WV>(v_tg, walk.turn), at);
   }
 
   softmax.finish(acc);
   store_rows<DV>(out + output_offset(n.Tq, n.H, DV, at.batch, at.head, 0),
                  long(n.H) * DV, acc, q_first, n.Tq, at);
-  store_row_values(lse + row_offset(n, at.batch, at.head), softmax.l, q_first, n.Tq, at);
+  store_row_values(lse + row_offset(n, at.batch, at.head), softmax.l, q_first, n.Tq,
+                   at);
 }

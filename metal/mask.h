@@ -12,9 +12,9 @@
 
 struct NoSegments {};
 struct Segments {
-  const device int* q_ids;   // [B, Tq]
-  const device int* k_ids;   // [B, Tk]
-  const device int* own;     // [B, blocks of the kernel's own rows, 2] lowest, highest id
+  const device int* q_ids;  // [B, Tq]
+  const device int* k_ids;  // [B, Tk]
+  const device int* own;  // [B, blocks of the kernel's own rows, 2] lowest, highest id
   const device int* others;  // [B, blocks that are walked, 2]
   int lowest, highest;       // of the own block
 };
@@ -117,6 +117,18 @@ inline Visibility block_visibility(Mask mask, Sizes n, bool one_segment, int q_f
   return full ? FULL : PARTIAL;
 }
 
+// Whether some block of each kind may have an id in common, before select_block.
+inline bool blocks_meet(NoSegments ids, int b, int own_blocks, int own,
+                        int other_blocks, int other) {
+  return true;
+}
+inline bool blocks_meet(Segments ids, int b, int own_blocks, int own, int other_blocks,
+                        int other) {
+  const device int* x = ids.own + 2 * (long(b) * own_blocks + own);
+  const device int* y = ids.others + 2 * (long(b) * other_blocks + other);
+  return x[0] <= y[1] && y[0] <= x[1];
+}
+
 // The blocks that a threadgroup walks, numbered 0 <= i < count over all its heads.
 struct Blocks {
   int first;     // number of the first one in its own head
@@ -138,7 +150,8 @@ inline int next_block(Segments ids, Blocks blocks, int i, Worker at) {
     const int mine = i + at.lane;
     int found = blocks.count;
     if (mine < blocks.count) {
-      const device int* other = ids.others + 2 * (blocks.first + mine % blocks.per_head);
+      const device int* other =
+          ids.others + 2 * (blocks.first + mine % blocks.per_head);
       if (other[0] <= ids.highest && ids.lowest <= other[1]) found = mine;
     }
     found = over_simd_min(found);
@@ -152,16 +165,17 @@ inline int next_block(Segments ids, Blocks blocks, int i, Worker at) {
 struct Walk {
   int turn, now, next;
 };
+inline Walk first_turn(int next) { return Walk{-AHEAD, AHEAD ? -1 : next, next}; }
+inline Walk next_turn(Walk walk, int next) {
+  return Walk{walk.turn + 1, AHEAD ? walk.next : next, next};
+}
 template <typename Ids>
 inline Walk first_turn(Ids ids, Blocks blocks, Worker at) {
-  const int next = next_block(ids, blocks, 0, at);
-  return Walk{-AHEAD, AHEAD ? -1 : next, next};
+  return first_turn(next_block(ids, blocks, 0, at));
 }
 template <typename Ids>
 inline Walk next_turn(Walk walk, Ids ids, Blocks blocks, Worker at) {
-  const int next =
-      walk.next < blocks.count ? next_block(ids, blocks, walk.next + 1, at) : walk.next;
-  return Walk{walk.turn + 1, AHEAD ? walk.next : next, next};
+  return next_turn(walk, next_block(ids, blocks, walk.next + 1, at));
 }
 
 // Additive masks: what they add to the scores, in base 2.

@@ -24,6 +24,9 @@ enum : int {
   SLOTS = AHEAD + 1,
 };
 
+// What a staged tile is for: the products that read it, and whether its NaNs become 0.
+enum : int { IN_ABT = 1, IN_AB = 2, NAN_AS_ZERO = 4 };
+
 // Who runs: the place in the threadgroup (row group simd, its part of the columns), and
 // the threadgroup's place in the grid.
 struct Worker {
@@ -75,7 +78,10 @@ inline void threadgroup_sync() {
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 }
 
-// The same, and the tiles staged for this turn are complete.
+// What this thread staged for this turn is there: here staging does not run ahead.
+inline void staged_wait() {}
+
+// threadgroup_sync; the tiles staged for this turn are then complete.
 inline void staged_sync() { threadgroup_sync(); }
 
 // Left operand of a product, in registers.
@@ -265,8 +271,8 @@ inline void sum_parts(thread AccTile<R, C>& x, threadgroup float* parts_tg, Work
 
 // Rows [row, row + ROWS) of head (b, h) to rows of W >= D columns in threadgroup memory,
 // by THREADS threads, 16 bytes at a time. Rows from n_rows on and columns from D on
-// become zeros, and where NAN_AS_ZERO, every NaN. A staged_sync completes them.
-template <int ROWS, int D, int W, int THREADS, bool NAN_AS_ZERO, typename T>
+// become zeros. Complete after the staged_wait, finish and staged_sync of their turn.
+template <int ROWS, int D, int W, int THREADS, int USES, typename T>
 inline void stage(threadgroup T* to_tg, Operand<T> from, int b, int h, int row,
                   int n_rows, int thread_index) {
   enum : int {
@@ -290,7 +296,7 @@ inline void stage(threadgroup T* to_tg, Operand<T> from, int b, int h, int row,
     } else {
       UNROLL for (int e = 0; e < CHUNK; ++e) { chunk_tg[e] = chunk[e * from.stride.d]; }
     }
-    if (NAN_AS_ZERO) {
+    if (USES & NAN_AS_ZERO) {
       UNROLL for (int e = 0; e < CHUNK; ++e) {
         const float x = float(chunk_tg[e]);
         if (x != x) chunk_tg[e] = T(0.0f);
@@ -300,11 +306,20 @@ inline void stage(threadgroup T* to_tg, Operand<T> from, int b, int h, int row,
 }
 
 // Tile of ROWS rows of W columns, among the SLOTS that take turns, that the block of a
-// turn is staged in.
+// turn is staged in and that mma_abt reads.
 template <int ROWS, int W, typename T>
 inline threadgroup T* slot(threadgroup T* tiles_tg, int turn) {
   return tiles_tg + turn % SLOTS * ROWS * RowStride<T, W>::value;
 }
+// The tile that mma_ab reads: the same one.
+template <int ROWS, int W, typename T>
+inline threadgroup T* slot_in_ab(threadgroup T* tiles_tg, int turn) {
+  return slot<ROWS, W>(tiles_tg, turn);
+}
+
+// Makes what this thread staged for a turn ready for USES: nothing is left to do.
+template <int ROWS, int W, int THREADS, int USES, typename T>
+inline void finish(threadgroup T* tiles_tg, int turn, int thread_index) {}
 
 // This simdgroup's rows [row, row + 8 R) of head (b, h) in registers, from `column` on.
 template <int D, typename T, int R, int C>
@@ -317,8 +332,7 @@ inline void load_rows(thread RowTile<T, R, C>& x, Operand<T> from, int b, int h,
       UNROLL for (int e = 0; e < 2; ++e) {
         const int d = column + tile_col(at, 2 * c + e);
         const bool exists = t < n_rows && d < D;
-        x.frag[r][c].thread_elements()[e] =
-            exists ? first[d * from.stride.d] : T(0.0f);
+        x.frag[r][c].thread_elements()[e] = exists ? first[d * from.stride.d] : T(0.0f);
       }
     }
   }
@@ -337,7 +351,7 @@ inline void load_left(thread SharedRowTile<T, R, C>& x, threadgroup T* rows_tg,
                       Operand<T> from, int b, int h, int row, int n_rows, Worker at) {
   static_assert(W == 8 * C, "rows in threadgroup memory have one part");
   threadgroup T* mine_tg = rows_tg + first_row<R>(at) * RowStride<T, W>::value;
-  stage<8 * R, D, W, 32, false>(mine_tg, from, b, h, row, n_rows, at.lane);
+  stage<8 * R, D, W, 32, IN_ABT>(mine_tg, from, b, h, row, n_rows, at.lane);
   x.rows_tg = mine_tg;
 }
 

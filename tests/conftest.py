@@ -124,16 +124,27 @@ def kernels(kernels_name):
 
 @pytest.fixture(scope="module")
 def gradients(attention):
-    """dq, dk and dv by name, for given cotangents of out and (optionally) lse."""
+    """Gradients by name, for given cotangents of out and (optionally) lse.
+
+    Of q, k, v, and of an additive mask and sinks if the options have them.
+    """
 
     def call(q, k, v, dout, dlse=None, **options):
-        def outputs(q, k, v):
+        primals = {"q": q, "k": k, "v": v}
+        mask, sinks = options.get("mask"), options.get("sinks")
+        if mask is not None and mask.dtype != mx.bool_:
+            primals["mask"] = options.pop("mask")
+        if sinks is not None:
+            primals["sinks"] = options.pop("sinks")
+
+        def outputs(*arrays):
+            inputs = dict(zip(primals, arrays, strict=True))
             if dlse is None:
-                return [attention(q, k, v, **options)]
-            return attention(q, k, v, **options, return_lse=True)
+                return [attention(**inputs, **options)]
+            return attention(**inputs, **options, return_lse=True)
 
         cotangents = [dout] if dlse is None else [dout, dlse]
-        _, grads = mx.vjp(outputs, [q, k, v], cotangents)
-        return dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        _, grads = mx.vjp(outputs, list(primals.values()), cotangents)
+        return {f"d{name}": x for name, x in zip(primals, grads, strict=True)}
 
     return call

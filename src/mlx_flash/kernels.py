@@ -34,7 +34,7 @@ class Variant:
         mask: Dtype of the array mask, if there is one.
         softcap: Scores are capped.
         sinks: There are sinks.
-        gpu: ``"metal"`` or ``"cuda"``.
+        gpu: Whose tiles they have, a key of ``tiles.TABLES``.
     """
 
     dtype: mx.Dtype
@@ -50,7 +50,11 @@ class Variant:
 
     def tile(self, kernel: str) -> tiles.Tile:
         """The tile of one of its kernels."""
-        return tiles.tile(kernel, max(self.D, self.DV), self.dtype.size, self.gpu)
+        tile = tiles.tile(kernel, max(self.D, self.DV), self.dtype.size, self.gpu)
+        if self.gpu != "metal" and (self.mask or self.softcap):
+            # these take registers, of which a threadgroup of CUDA has 65536
+            tile = tile.with_at_most(256)
+        return tile
 
 
 @dataclass(frozen=True)
@@ -134,13 +138,13 @@ def attention_forward(
 ) -> tuple[mx.array, mx.array]:
     """Output and log-sum-exp; the contract of ``reference.attention_forward``."""
     check_head_dims(q, v, backend)
-    gpu = gpu_of(backend)
+    gpu = gpu_of(backend, precise and q.dtype == mx.float32)
     if gpu == "metal":
         check_lane_map(backend)
     problem = Problem(q, k, v, options, mask, q_segments, k_segments, sinks, gpu)
 
     def launch(rows: slice) -> list[mx.array]:
-        return run(forward_call(problem.queries(rows)), backend, precise)
+        return run(forward_call(problem.queries(rows)), backend)
 
     pieces = query_pieces(problem, "attention_forward", backend)
     out, lse = joined(map(launch, pieces), axes=(1, 2))
@@ -165,18 +169,18 @@ def attention_backward(
     precise: bool = False,
 ) -> dict[str, mx.array]:
     """Gradients by name; the contract of ``reference.attention_backward``."""
-    gpu = gpu_of(backend)
+    gpu = gpu_of(backend, precise and q.dtype == mx.float32)
     problem = Problem(q, k, v, options, mask, q_segments, k_segments, sinks, gpu)
-    delta, lse2 = run(delta_call(out, dout, lse, dlse, gpu), backend, precise)
+    delta, lse2 = run(delta_call(out, dout, lse, dlse, gpu), backend)
 
     def dq_of(rows: slice) -> list[mx.array]:
         row_inputs = (part(x, rows, axis=2) for x in (dout, lse2, delta))
-        return run(dq_call(problem.queries(rows), *row_inputs), backend, precise)
+        return run(dq_call(problem.queries(rows), *row_inputs), backend)
 
     def dkv_of(kernel: str) -> list[mx.array]:
         def launch(rows: slice) -> list[mx.array]:
             call = dkv_call(problem.keys(rows), dout, lse2, delta, kernel)
-            return run(call, backend, precise)
+            return run(call, backend)
 
         pieces = key_pieces(problem, kernel, backend)
         return joined(map(launch, pieces), axes=(1, 1))
@@ -193,9 +197,7 @@ def attention_backward(
         "v": dv.transpose(0, 2, 1, 3),
     }
     if mask is not None and mask.dtype != mx.bool_:
-        gradients["mask"] = mask_gradient(
-            problem, mask, dout, lse2, delta, backend, precise
-        )
+        gradients["mask"] = mask_gradient(problem, mask, dout, lse2, delta, backend)
     if sinks is not None:
         p = mx.exp(sinks.astype(mx.float32)[:, None] - lse)
         # a row that passes no gradient (delta = 0) may hold any lse
@@ -211,7 +213,6 @@ def mask_gradient(
     lse2: mx.array,
     delta: mx.array,
     backend: str,
-    precise: bool,
 ) -> mx.array:
     """Gradient of an additive mask, in its shape."""
     sums_q, sums_k = (mask.shape[axis] == 1 for axis in (2, 3))
@@ -222,7 +223,7 @@ def mask_gradient(
         else:
             row_inputs = (part(x, rows, axis=2) for x in (dout, lse2, delta))
             call = dmask_call(problem.queries(rows), *row_inputs)
-        return run(call, backend, precise)
+        return run(call, backend)
 
     if not sums_q:
         pieces, axis = query_pieces(problem, "attention_dq", backend), 2
@@ -271,9 +272,11 @@ def key_pieces(problem: Problem, kernel: str, backend: str) -> list[slice]:
     return splitting.pieces(Tk, Tq, low, high, tile.rows, columns, backend)
 
 
-def gpu_of(backend: str) -> str:
-    """The kind of GPU whose kernels a back end runs."""
-    return "cuda" if backend == "cuda" else "metal"
+def gpu_of(backend: str, precise: bool) -> str:
+    """The tile table of the kernels that a back end runs."""
+    if backend != "cuda":
+        return "metal"
+    return "cuda_precise" if precise else "cuda"
 
 
 def forward_call(problem: Problem) -> KernelCall:
@@ -645,7 +648,9 @@ def shared_inputs(
     """
     (B, H, Tq, _), (_, HKV, Tk, _) = problem.q.shape, problem.k.shape
     options = problem.options
-    low, high, softcap = options.low or 0, options.high or 0, options.softcap or 0.0
+    # bounds beyond the score matrix mean the same at its edge, and fit in 32 bits
+    low, high = (min(max(n or 0, -Tq), Tk) for n in (options.low, options.high))
+    softcap = options.softcap or 0.0
     inputs = [
         constant((H, HKV, Tq, Tk, low, high), mx.int32),
         constant((options.scale, softcap), mx.float32),
@@ -733,7 +738,7 @@ def check_lane_map(backend: str) -> None:
         dtypes=[mx.float32, mx.float32],
         groups=(1, 1, 1),
     )
-    held, assumed = run(call, backend, precise=True)
+    held, assumed = run(call, backend)
     if not mx.array_equal(held, assumed).item():
         device = mx.device_info().get("device_name", backend)
         raise LaneMapError(

@@ -49,7 +49,7 @@ class Kernel:
         outputs: Names of the results.
         template: Template arguments of the function, in order.
         more_template: Those that only the text of ``arguments`` needs.
-        gpu: ``"metal"`` or ``"cuda"``.
+        gpu: Whose tiles it has, a key of ``tiles.TABLES``.
         threads: Threads of a threadgroup.
         longest_last: Along x, later threadgroups have more to do.
     """
@@ -166,9 +166,12 @@ SCRATCH_ALIGNMENT = 1024  # wgmma reads tiles whose swizzle repeats after 1024 b
 def scratch_rows(kernel: Kernel, array: Scratch) -> int:
     """The number of rows of a threadgroup array."""
     constants = dict(kernel.template)
-    constants |= {"SLOTS": tiles.SLOTS[kernel.gpu]}
     if array.rows[0] == "DS" and constants["DS"] == 1:  # no parts of a sum to meet
         return 0
+    constants["SLOTS"] = tiles.SLOTS[kernel.gpu]
+    if array.columns:
+        element = cast(mx.Dtype, constants["T"])
+        constants["SLOTS"] = tiles.tile_slots(element.size, kernel.gpu)
     return math.prod(cast(int, constants[name]) for name in array.rows)
 
 
@@ -181,18 +184,15 @@ def scratch_places(kernel: Kernel) -> tuple[list[int], int]:
         size = 4 * scratch_rows(kernel, array)
         if array.columns:
             element = cast(mx.Dtype, template["T"])
-            width = tiles.width(cast(int, template[array.columns]), gpu="cuda")
+            width = tiles.width(cast(int, template[array.columns]), gpu=kernel.gpu)
             size = size // 4 * width * element.size
         end += -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
     return places, end
 
 
-def run(call: KernelCall, backend: str, precise: bool = False) -> list[mx.array]:
-    """Launch on ``"metal"``, ``"cuda"`` or ``"simulator"``; returns the outputs.
-
-    ``precise`` makes CUDA's float32 products exact to float32; elsewhere they are.
-    """
-    kernel = compiled_kernel(call.kernel, backend, precise)
+def run(call: KernelCall, backend: str) -> list[mx.array]:
+    """Launch on ``"metal"``, ``"cuda"`` or ``"simulator"``; returns the outputs."""
+    kernel = compiled_kernel(call.kernel, backend)
     return kernel(inputs=call.inputs, **launch_arguments(call))
 
 
@@ -210,10 +210,10 @@ def launch_arguments(call: KernelCall) -> LaunchArguments:
 
 
 @cache
-def compiled_kernel(kernel: Kernel, backend: str, precise: bool) -> CompiledKernel:
+def compiled_kernel(kernel: Kernel, backend: str) -> CompiledKernel:
     """The kernel object of MLX or of the simulator."""
     if backend == "cuda":
-        return cuda_kernel(kernel, precise)
+        return cuda_kernel(kernel)
     make = cast(Callable[..., CompiledKernel], mx.fast.metal_kernel)
     if backend == "simulator":
         from mlx_flash import simulator  # needs more than the package's dependencies
@@ -241,7 +241,7 @@ CUDA_HEADERS = {
 }
 
 
-def cuda_header(kernel: Kernel, precise: bool) -> str:
+def cuda_header(kernel: Kernel) -> str:
     """All headers of a kernel, and how many products a float32 product is made of."""
     files = [
         file
@@ -249,21 +249,20 @@ def cuda_header(kernel: Kernel, precise: bool) -> str:
         for file in CUDA_HEADERS.get(stem, (("metal", stem),))
     ]
     text = "".join(read_header(*file) for file in files)
-    return f"#define FLOAT_TERMS {3 if precise else 1}\n{text}"
+    terms = 3 if kernel.gpu == "cuda_precise" else 1
+    return f"#define FLOAT_TERMS {terms}\n{text}"
 
 
-def cuda_kernel(kernel: Kernel, precise: bool) -> CompiledKernel:
+def cuda_kernel(kernel: Kernel) -> CompiledKernel:
     """The same for CUDA, where the size of threadgroup memory belongs to the kernel."""
     make = cast(Callable[..., CompiledKernel], mx.fast.cuda_kernel)
     _, scratch_bytes = scratch_places(kernel)
-    # MLX may look at the name only
-    name = f"{kernel.name}_precise" if precise else kernel.name
     return make(
-        name=name,
+        name=f"{kernel.name}_{kernel.gpu}",  # MLX may look at the name only
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
         source=cuda_source(kernel),
-        header=cuda_header(kernel, precise),
+        header=cuda_header(kernel),
         ensure_row_contiguous=False,
         shared_memory=scratch_bytes,
     )

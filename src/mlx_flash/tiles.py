@@ -9,7 +9,7 @@ yet measured on Apple hardware. The rows for CUDA were chosen by measurement on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 LARGEST_HEAD_DIM = 256
@@ -44,11 +44,17 @@ class Tile:
         """Threads of a threadgroup."""
         return 32 * self.parts * self.rows // (8 * self.fragments)
 
+    def with_at_most(self, threads: int) -> Tile:
+        """The same tile with fewer rows, where a threadgroup has more threads."""
+        if self.threads <= threads:
+            return self
+        return replace(self, rows=self.rows * threads // self.threads)
+
 
 # Key: (kernel, largest head dim of the row, bytes of an element); the first row that is
-# wide enough for q, k and v wins. "attention_dkv" gives dk and dv in one pass; head dims
-# that have no such row use "attention_dk" and "attention_dv", the same body with one flag
-# each.
+# wide enough for q, k and v wins. "attention_dkv" gives dk and dv in one pass; head
+# dims that have no such row use "attention_dk" and "attention_dv", the same body with
+# one flag each.
 # `registers` in the comments is fragment_registers(...) at the largest head dim.
 TABLE: dict[tuple[str, int, int], Tile] = {
     # two row fragments share each k and v fragment: half the loads per product
@@ -99,30 +105,47 @@ CUDA_TABLE: dict[tuple[str, int, int], Tile] = {
     ("attention_forward", 64, 2): Tile(128, 64, 2),
     # three warpgroups share each key and value; q in registers would leave two
     ("attention_forward", 128, 2): Tile(192, 64, 2, rows_in_tg=True),
-    # float: each value in registers serves 32 rows of the product that wgmma has not
-    ("attention_forward", 64, 4): Tile(128, 64, 4, rows_in_tg=True),
-    # 16 rows a warp where 32 would spill
-    ("attention_forward", 128, 4): Tile(128, 64, 2, rows_in_tg=True),
+    ("attention_forward", 64, 4): Tile(192, 64, 2, rows_in_tg=True),
+    ("attention_forward", 128, 4): Tile(128, 64, 2),
+    ("attention_forward", 256, 2): Tile(128, 64, 2, rows_in_tg=True),
+    ("attention_forward", 256, 4): Tile(64, 16, 2, rows_in_tg=True),
     ("attention_dq", 64, 2): Tile(128, 128, 2, rows_in_tg=True, second_in_tg=True),
     ("attention_dq", 128, 2): Tile(128, 64, 2, rows_in_tg=True),
-    ("attention_dq", 64, 4): Tile(128, 32, 4, rows_in_tg=True, second_in_tg=True),
+    ("attention_dq", 256, 2): Tile(128, 32, 2, rows_in_tg=True, second_in_tg=True),
+    ("attention_dq", 256, 4): Tile(64, 16, 2, rows_in_tg=True),
+    ("attention_dq", 64, 4): Tile(192, 64, 2, rows_in_tg=True, second_in_tg=True),
     ("attention_dq", 128, 4): Tile(128, 32, 2, rows_in_tg=True),
     ("attention_dkv", 64, 2): Tile(128, 128, 2, rows_in_tg=True, second_in_tg=True),
     ("attention_dkv", 128, 2): Tile(128, 64, 2, rows_in_tg=True, second_in_tg=True),
-    ("attention_dkv", 64, 4): Tile(128, 32, 4, rows_in_tg=True, second_in_tg=True),
+    ("attention_dkv", 64, 4): Tile(128, 64, 2, rows_in_tg=True, second_in_tg=True),
     ("attention_dkv", 128, 4): Tile(128, 32, 2, rows_in_tg=True),
     # one output alone: for tests of the flags, all head dims
     ("attention_dk", 128, 2): Tile(128, 64, 2, rows_in_tg=True, second_in_tg=True),
     ("attention_dk", 128, 4): Tile(128, 32, 2, rows_in_tg=True),
     ("attention_dv", 128, 2): Tile(128, 64, 2, rows_in_tg=True),
     ("attention_dv", 128, 4): Tile(128, 32, 2, rows_in_tg=True),
+    ("attention_dk", 256, 2): Tile(128, 32, 2, rows_in_tg=True, second_in_tg=True),
+    ("attention_dk", 256, 4): Tile(64, 16, 2, rows_in_tg=True),
+    ("attention_dv", 256, 2): Tile(128, 64, 2, rows_in_tg=True),
+    ("attention_dv", 256, 4): Tile(64, 16, 2, rows_in_tg=True),
     # one pass, no blocks
     ("attention_delta", 256, 2): Tile(32, 0),
     ("attention_delta", 256, 4): Tile(32, 0),
 }
-TABLES = {"metal": TABLE, "cuda": CUDA_TABLE}
-# Tiles of a streamed operand that take turns (SLOTS of metal/tile.h and cuda/tile.h).
-SLOTS = {"metal": 1, "cuda": 2}
+# precise=True keeps two parts of each number and has its own sums in registers: these
+# rows do not spill. It has no wgmma, so the operands cost less in threadgroup memory.
+CUDA_PRECISE_TABLE: dict[tuple[str, int, int], Tile] = CUDA_TABLE | {
+    ("attention_forward", 64, 4): Tile(128, 64, 2, rows_in_tg=True),
+    ("attention_forward", 128, 4): Tile(192, 32, 2, rows_in_tg=True),
+    ("attention_dq", 64, 4): Tile(128, 64, 2, rows_in_tg=True, second_in_tg=True),
+    ("attention_dq", 128, 4): Tile(128, 32, 2, rows_in_tg=True, second_in_tg=True),
+    ("attention_dkv", 64, 4): Tile(128, 32, 2, rows_in_tg=True, second_in_tg=True),
+    ("attention_dkv", 128, 4): Tile(128, 32, 2, rows_in_tg=True, second_in_tg=True),
+    ("attention_dk", 128, 4): Tile(128, 32, 2, rows_in_tg=True, second_in_tg=True),
+}
+TABLES = {"metal": TABLE, "cuda": CUDA_TABLE, "cuda_precise": CUDA_PRECISE_TABLE}
+# Blocks that take turns in threadgroup memory (SLOTS of metal/tile.h and cuda/tile.h).
+SLOTS = {"metal": 1, "cuda": 2, "cuda_precise": 2}
 
 
 @cache
@@ -154,6 +177,11 @@ def fuses_dk_and_dv(D: int, element_bytes: int, gpu: str = "metal") -> bool:
 def blocks(length: int, block: int) -> int:
     """Blocks that cover a length."""
     return -(-length // block)
+
+
+def tile_slots(element_bytes: int, gpu: str) -> int:
+    """Tiles of a streamed operand (TileSlots of cuda/tile.h: in TF32 one more)."""
+    return SLOTS[gpu] + (gpu == "cuda" and element_bytes == 4)
 
 
 def width(D: int, parts: int = 1, gpu: str = "metal") -> int:

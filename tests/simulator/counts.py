@@ -1,4 +1,4 @@
-"""Exact counts of every kernel at one shape per head dim.
+"""Exact counts of every kernel, at one shape per pair of head dims and per feature.
 
 ``python tests/simulator/counts.py`` rewrites counts.json after a wanted change of cost.
 """
@@ -9,10 +9,33 @@ from pathlib import Path
 import mlx.core as mx
 from tqdm import tqdm
 
-from mlx_flash import kernels, simulator, tiles
+from mlx_flash import kernels, simulator
+from mlx_flash.options import Options
 
 FILE = Path(__file__).with_suffix(".json")
 DTYPES = {"float32": mx.float32, "float16": mx.float16}
+HEAD_DIMS = ((16, 16), (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (256, 256))
+T = 80
+BAND = {"low": -24, "high": 8}
+# name: head dims, options, which other arrays there are
+CASES = {
+    f"D{D}-DV{DV}-{dtype}": (D, DV, dtype, {"high": 0}, ())
+    for D, DV in (*HEAD_DIMS, (96, 64), (64, 160))
+    for dtype in DTYPES
+} | {
+    "window": (64, 64, "float16", BAND, ()),
+    "softcap": (64, 64, "float16", {"softcap": 2.0}, ()),
+    "segments": (64, 64, "float16", {}, ("segments",)),
+    "mask": (64, 64, "float16", {}, ("mask",)),
+    "sinks": (64, 64, "float16", {}, ("sinks",)),
+    "everything": (
+        160,
+        64,
+        "float32",
+        BAND | {"softcap": 2.0},
+        ("segments", "mask", "sinks"),
+    ),
+}
 
 # Reads of memory are left out: a compiler may keep a value in a register.
 UNPINNED = {
@@ -26,12 +49,25 @@ UNPINNED = {
 }
 
 
-def launches(D: int, dtype: mx.Dtype) -> list[simulator.LaunchRecord]:
-    """One causal attention with grouped heads and its backward, counted."""
+def launches(name: str) -> list[simulator.LaunchRecord]:
+    """The attention of a case, with grouped heads, and its backward, counted."""
+    D, DV, dtype, numbers, others = CASES[name]
     mx.random.seed(0)
-    q, dout = (mx.random.normal((1, 2, 80, D)).astype(dtype) for _ in range(2))
-    k, v = (mx.random.normal((1, 1, 80, D)).astype(dtype) for _ in range(2))
-    options = {"scale": 0.1, "causal": True, "backend": "simulator"}
+
+    def draw(*shape: int) -> mx.array:
+        return mx.random.normal(shape).astype(DTYPES[dtype])
+
+    q, dout = draw(1, 2, T, D), draw(1, 2, T, DV)
+    k, v = draw(1, 1, T, D), draw(1, 1, T, DV)
+    ids = mx.arange(T)[None] // 30
+    arrays = {
+        "segments": {"q_segments": ids, "k_segments": ids},
+        "mask": {"mask": mx.random.normal((T, T))[None, None]},
+        "sinks": {"sinks": mx.random.normal((2,))},
+    }
+    options = {"options": Options(0.1, **numbers), "backend": "simulator"}
+    for other in others:
+        options |= arrays[other]
     kernels.check_lane_map("simulator")
     with simulator.record() as records:
         out, lse = kernels.attention_forward(q, k, v, **options)
@@ -40,7 +76,7 @@ def launches(D: int, dtype: mx.Dtype) -> list[simulator.LaunchRecord]:
     return records
 
 
-def counts(D: int, dtype: mx.Dtype) -> list[dict[str, object]]:
+def counts(name: str) -> list[dict[str, object]]:
     """The pinned counts of each launch, those that are 0 left out."""
     return [
         {"kernel": record.kernel}
@@ -49,16 +85,13 @@ def counts(D: int, dtype: mx.Dtype) -> list[dict[str, object]]:
             for name, count in record.counters.items()
             if count and name not in UNPINNED
         }
-        for record in launches(D, dtype)
+        for record in launches(name)
     ]
 
 
 def main() -> None:
     """Rewrite the file."""
-    cases = [(D, name) for D in tiles.HEAD_DIMS for name in DTYPES]
-    table = {
-        f"D{D}-{name}": counts(D, DTYPES[name]) for D, name in tqdm(cases, unit="case")
-    }
+    table = {name: counts(name) for name in tqdm(CASES, unit="case")}
     FILE.write_text(json.dumps(table, indent=1) + "\n")
 
 
