@@ -161,12 +161,12 @@ def own_body(kernel: str, case: Case) -> Body | None:
     meetings = 1 if forward or kernel == "attention_dv" else 2
     conversions = 0.0
     if case.dtype == "bfloat16":
-        # M1/M2 have none: 5 instructions round each score to bfloat, a shift per element
+        # M1/M2 have none: 5 instructions round a score to bfloat, a shift per element
         # makes a fragment float again
         per_score += 5 * (2 if kernel == "attention_dkv" else 1)
         conversions = 2 / t.fragments + 8 / t.block
-    # the backward looks for NaN in each element of one of the two staged tiles
-    nan_check = 0 if forward else 3 * chunk / 2
+    # dq and dk look for NaN in each element of one of the two staged tiles
+    nan_check = 0 if forward or kernel == "attention_dv" else 3 * chunk / 2
     return Body(
         scores=2 * t.fragments * t.block / 8,
         per_score=per_score + meetings * (t.parts - 1),
@@ -491,7 +491,7 @@ def plot(table: list[dict], path: Path, T: int) -> None:
         axes[2 * i + 1, 0].legend(fontsize=6)
     figure.suptitle(f"Modelled, not measured: H = {HEADS}, T = {T}, no mask")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
 
 
 def main() -> None:
