@@ -165,14 +165,15 @@ def own_body(kernel: str, case: Case) -> Body | None:
         # makes a fragment float again
         per_score += 5 * (2 if kernel == "attention_dkv" else 1)
         conversions = 2 / t.fragments + 8 / t.block
-    # dq and dk look for NaN in each element of one of the two staged tiles
-    nan_check = 0 if forward or kernel == "attention_dv" else 3 * chunk / 2
+    # dq and dk make each element of one of the two staged tiles finite
+    clamp = 0 if forward or kernel == "attention_dv" else 2 * chunk / 2
     return Body(
         scores=2 * t.fragments * t.block / 8,
         per_score=per_score + meetings * (t.parts - 1),
         per_block=20 + (accumulator if forward else 0),
         rescales=t.fragments if forward else 0,
-        per_chunk=20 + nan_check,
+        # two pointers and a row advance, the row is compared, one load, one store
+        per_chunk=8 + clamp,
         per_product=conversions,
     )
 

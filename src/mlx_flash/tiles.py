@@ -58,39 +58,39 @@ class Tile:
 # `registers` in the comments is fragment_registers(...) at the largest head dim.
 TABLE: dict[tuple[str, int, int], Tile] = {
     # two row fragments share each k and v fragment: half the loads per product
-    ("attention_forward", 64, 2): Tile(64, 16, fragments=2),  # registers 62
+    ("attention_forward", 64, 2): Tile(128, 16, fragments=2),  # registers 62
     # one row fragment, wider blocks: two would need 74 and more
-    ("attention_forward", 96, 2): Tile(32, 32),  # registers 50
-    ("attention_forward", 128, 2): Tile(32, 16),  # registers 56
-    ("attention_forward", 96, 4): Tile(32, 16),  # registers 58
-    ("attention_forward", 128, 4): Tile(32, 8),  # registers 70
+    ("attention_forward", 96, 2): Tile(64, 32),  # registers 50
+    ("attention_forward", 128, 2): Tile(64, 32),  # registers 62
     ("attention_forward", 256, 2): Tile(32, 16, parts=2),  # registers 56
-    ("attention_forward", 256, 4): Tile(16, 8, parts=2),  # registers 70
-    ("attention_dq", 64, 2): Tile(64, 32),  # registers 54
+    ("attention_forward", 32, 4): Tile(128, 16, fragments=2),  # registers 50
+    ("attention_forward", 64, 4): Tile(64, 32),  # registers 50
+    ("attention_forward", 96, 4): Tile(64, 16),  # registers 58
+    ("attention_forward", 128, 4): Tile(64, 8),  # registers 70
+    ("attention_forward", 256, 4): Tile(32, 8, parts=2),  # registers 70
     ("attention_dq", 80, 2): Tile(64, 32),  # registers 62
-    ("attention_dq", 96, 2): Tile(32, 16),  # registers 60
-    ("attention_dq", 128, 2): Tile(32, 16, rows_in_tg=True),  # registers 60
-    ("attention_dq", 64, 4): Tile(32, 16),  # registers 62
-    ("attention_dq", 80, 4): Tile(32, 8),  # registers 68
+    ("attention_dq", 96, 2): Tile(64, 16),  # registers 60
+    ("attention_dq", 128, 2): Tile(64, 16, rows_in_tg=True),  # registers 60
+    ("attention_dq", 256, 2): Tile(32, 8, parts=2),  # registers 71
+    ("attention_dq", 64, 4): Tile(64, 16),  # registers 62
+    ("attention_dq", 80, 4): Tile(64, 8),  # registers 68
     ("attention_dq", 96, 4): Tile(32, 16, rows_in_tg=True),  # registers 62
-    ("attention_dq", 128, 4): Tile(32, 8, rows_in_tg=True),  # registers 72
-    ("attention_dq", 256, 2): Tile(16, 16, parts=4),  # registers 44
+    ("attention_dq", 128, 4): Tile(32, 16, parts=2),  # registers 62
     ("attention_dq", 256, 4): Tile(16, 8, parts=4),  # registers 56
     ("attention_dkv", 64, 2): Tile(64, 16),  # registers 62
-    ("attention_dkv", 80, 2): Tile(32, 8),  # registers 68
-    ("attention_dkv", 96, 2): Tile(32, 8, rows_in_tg=True),  # registers 68
+    ("attention_dkv", 80, 2): Tile(64, 8),  # registers 68
+    ("attention_dkv", 96, 2): Tile(64, 8, rows_in_tg=True),  # registers 68
+    ("attention_dkv", 128, 2): Tile(32, 16, parts=2),  # registers 62
+    ("attention_dkv", 256, 2): Tile(16, 16, parts=4),  # registers 62
     ("attention_dkv", 48, 4): Tile(32, 16),  # registers 66
     ("attention_dkv", 64, 4): Tile(32, 16, rows_in_tg=True),  # registers 66
-    ("attention_dv", 128, 2): Tile(32, 16),  # registers 56
-    ("attention_dv", 96, 4): Tile(32, 16),  # registers 58
-    ("attention_dv", 128, 4): Tile(32, 8),  # registers 70
-    ("attention_dv", 256, 2): Tile(32, 16, parts=2),  # registers 56
-    ("attention_dv", 256, 4): Tile(16, 8, parts=2),  # registers 70
-    ("attention_dk", 128, 2): Tile(32, 16, rows_in_tg=True),  # registers 60
-    ("attention_dk", 80, 4): Tile(32, 8),  # registers 68
+    # one pass for both loses by the model
+    ("attention_dv", 96, 4): Tile(64, 16),  # registers 58
+    ("attention_dv", 128, 4): Tile(64, 8),  # registers 70
+    ("attention_dv", 256, 4): Tile(32, 8, parts=2),  # registers 70
+    ("attention_dk", 80, 4): Tile(64, 8),  # registers 68
     ("attention_dk", 96, 4): Tile(32, 16, rows_in_tg=True),  # registers 62
-    ("attention_dk", 128, 4): Tile(32, 8, rows_in_tg=True),  # registers 72
-    ("attention_dk", 256, 2): Tile(16, 16, parts=4),  # registers 44
+    ("attention_dk", 128, 4): Tile(32, 16, parts=2),  # registers 62
     ("attention_dk", 256, 4): Tile(16, 8, parts=4),  # registers 56
     # one pass, no blocks
     ("attention_delta", 256, 2): Tile(32, 0),
