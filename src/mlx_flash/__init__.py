@@ -2,6 +2,15 @@
 
 from mlx_flash.attention import flash_attention
 from mlx_flash.backends import backend, use_backend
+from mlx_flash.dispatch import scaled_dot_product_attention
+from mlx_flash.patching import patch
 from mlx_flash.segments import segment_ids_from_cu_seqlens
 
-__all__ = ["backend", "flash_attention", "segment_ids_from_cu_seqlens", "use_backend"]
+__all__ = [
+    "backend",
+    "flash_attention",
+    "patch",
+    "scaled_dot_product_attention",
+    "segment_ids_from_cu_seqlens",
+    "use_backend",
+]
