@@ -1,5 +1,6 @@
 """FlashAttention for MLX, forward and backward, as Metal kernels one can read."""
 
+from mlx_flash import nn
 from mlx_flash.attention import flash_attention
 from mlx_flash.backends import backend, use_backend
 from mlx_flash.dispatch import scaled_dot_product_attention
@@ -9,6 +10,7 @@ from mlx_flash.segments import segment_ids_from_cu_seqlens
 __all__ = [
     "backend",
     "flash_attention",
+    "nn",
     "patch",
     "scaled_dot_product_attention",
     "segment_ids_from_cu_seqlens",
