@@ -198,7 +198,9 @@ def kernel_errors(case: Case, where: str) -> Errors:
 
     names = {"q": "attention_dq", "mask": "attention_dmask", "sinks": "sinks"}
     fused = tiles.fuses_dk_and_dv(
-        max(case.D, case.Dv), q.itemsize, kernels.gpu_of(where)
+        max(case.D, case.Dv),
+        q.itemsize,
+        kernels.gpu_of(where, case.dtype == mx.float32),
     )
     for name in "kv":
         names[name] = "attention_dkv" if fused else f"attention_d{name}"
