@@ -233,14 +233,6 @@ def test_force_fused_reaches_mlx(monkeypatch):
     assert "force_fused" not in scaled_dot_product_attention(q, q, q, scale=1.0)
 
 
-@pytest.mark.parametrize(
-    ("version", "numbers"),
-    [("0.32.4", (0, 32, 4)), ("0.33.0.dev20261201+abc", (0, 33, 0)), ("1.0", (1, 0))],
-)
-def test_version_numbers(version, numbers):
-    assert dispatch.version_numbers(version) == numbers
-
-
 def test_documented_table_is_the_table():
     text = (Path(__file__).parents[1] / "docs" / "integration.md").read_text()
     rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|")]

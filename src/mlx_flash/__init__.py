@@ -1,5 +1,6 @@
 """FlashAttention for MLX, forward and backward, as Metal kernels one can read."""
 
+from mlx_flash import versions  # noqa: I001, F401  (first: it refuses an old MLX)
 from mlx_flash import nn
 from mlx_flash.attention import flash_attention
 from mlx_flash.backends import backend, use_backend

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from mlx_flash.attention import flash_attention
 from mlx_flash.backends import backend, use_backend
 from mlx_flash.masks import WindowMask
 from mlx_flash.validation import FLOATS
+from mlx_flash.versions import MLX, version_numbers
 
 native_attention = cast(Callable[..., mx.array], mx.fast.scaled_dot_product_attention)
 
@@ -237,9 +237,4 @@ def device_kind(stream: mx.Stream | mx.Device | None) -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-def version_numbers(version: str) -> tuple[int, ...]:
-    """``"0.32.4.dev1"`` as ``(0, 32, 4)``."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-
-
-MLX_VERSION = version_numbers(mx.__version__)  # type: ignore[attr-defined]
+MLX_VERSION = version_numbers(MLX)
