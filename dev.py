@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 HEADERS = ["metal/*.h", "cuda/*.h", "src/mlx_flash/simulator/include/*"]
-SOURCES = ["src", "tests", "examples", "benchmarks", "dev.py"]
+SOURCES = ["src", "tests", "examples", "benchmarks", "dev.py", "noxfile.py"]
 
 
 def set_up(extra: str) -> None:

@@ -1,0 +1,28 @@
+"""The oldest MLX that this library works with."""
+
+from __future__ import annotations
+
+import re
+
+import mlx.core as mx
+
+OLDEST_MLX = (0, 32, 0)
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """``"0.32.4.dev1"`` as ``(0, 32, 4)``."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def check_mlx(version: str) -> None:
+    """Raise ImportError if this version of MLX is too old."""
+    if version_numbers(version) < OLDEST_MLX:
+        oldest = ".".join(map(str, OLDEST_MLX))
+        raise ImportError(
+            f"mlx_flash needs MLX {oldest} or newer, got {version}; "
+            f"upgrade with: pip install --upgrade 'mlx>={oldest}'"
+        )
+
+
+MLX: str = mx.__version__  # type: ignore[attr-defined]
+check_mlx(MLX)
