@@ -377,9 +377,12 @@ inline void multiply(float (&d)[4], LeftRegisters a, unsigned b0, unsigned b1, f
       high.reg[e] = high_part(a.reg[e]);
       low.reg[e] = low_part(a.reg[e]);
     }
-    multiply_tf32(d, low, high_part(b0), high_part(b1));
-    multiply_tf32(d, high, low_part(b0), low_part(b1));
-    multiply_tf32(d, high, high_part(b0), high_part(b1));
+    // The instructions cut their sums, too: each step has its own, added with rounding.
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    multiply_tf32(sum, low, high_part(b0), high_part(b1));
+    multiply_tf32(sum, high, low_part(b0), low_part(b1));
+    multiply_tf32(sum, high, high_part(b0), high_part(b1));
+    UNROLL for (int e = 0; e < 4; ++e) { d[e] += sum[e]; }
   } else {
     multiply_tf32(d, a, b0, b1);
   }
@@ -491,20 +494,12 @@ inline void mma_ab(AccTile<R, C>& acc, RowTile<float, R, K>& a, const float* b_t
     second[c] = column + Layout::place(row + 1, chunk);
   }
   UNROLL for (int c = 0; c < C; ++c) {
-    // the matrix instructions cut their sums to float, too: each starts anew here
-    AccTile<R, 1> sum;
-    fill(sum, 0.0f);
     UNROLL for (int s = 0; s < K; ++s) {
       const int place = Layout::place(8 * s, c / PERIOD * Layout::CHUNKS);
       const unsigned b0 = load_shared(first[c % PERIOD] + place);
       const unsigned b1 = load_shared(second[c % PERIOD] + place);
       UNROLL for (int i = 0; i < R / 2; ++i) {
-        multiply(sum.frag[i][0], left_step(a, i, s), b0, b1, float());
-      }
-    }
-    UNROLL for (int i = 0; i < R; ++i) {
-      UNROLL for (int e = 0; e < 2; ++e) {
-        acc.set(i, 2 * c + e, acc.get(i, 2 * c + e) + sum.get(i, e));
+        multiply(acc.frag[i][c], left_step(a, i, s), b0, b1, float());
       }
     }
   }
