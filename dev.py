@@ -3,6 +3,8 @@
 
 python3 dev.py train [arguments of examples/train_gpt.py]
 python3 dev.py test [arguments of pytest]
+python3 dev.py bench [arguments of benchmarks/bench_attention.py]
+python3 dev.py cost [arguments of benchmarks/cost_report.py]
 python3 dev.py check
 """
 
@@ -55,6 +57,18 @@ def test(arguments: list[str]) -> None:
     run(PYTHON, "-m", "pytest", "-n", "2", *arguments)
 
 
+def bench(arguments: list[str]) -> None:
+    """Time the kernels beside MLX's own attention."""
+    set_up("examples")
+    run(PYTHON, "benchmarks/bench_attention.py", *arguments)
+
+
+def cost(arguments: list[str]) -> None:
+    """Model the cost of the kernels on Apple GPUs."""
+    set_up("test")
+    run(PYTHON, "benchmarks/cost_report.py", *arguments)
+
+
 def check(arguments: list[str]) -> None:
     """Lint, format and type checks."""
     set_up("dev")
@@ -67,7 +81,13 @@ def check(arguments: list[str]) -> None:
 
 def main() -> None:
     """Dispatch on the first argument."""
-    commands = {"train": train, "test": test, "check": check}
+    commands = {
+        "train": train,
+        "test": test,
+        "bench": bench,
+        "cost": cost,
+        "check": check,
+    }
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         sys.exit(__doc__)
     commands[sys.argv[1]](sys.argv[2:])

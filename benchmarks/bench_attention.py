@@ -110,7 +110,7 @@ SWEEPS = [
     for T in (256, 512, 1024, 2048, 4096, 8192, 16384)
     if longest >= T
 ]
-GPU_CASES = [
+CUDA_CASES = [
     *SWEEPS,
     Case("bfloat16", 128, 16383),
     Case("bfloat16", 128, 4096, causal=False),
@@ -119,6 +119,22 @@ GPU_CASES = [
     Case("bfloat16", 128, 16384, segments=8),
     Case("bfloat16", 256, 8192),
     Case("float32", 64, 8192, window=512),
+]
+# Where MLX keeps the whole score matrix, its backward needs 3 GiB for the longest.
+METAL_CASES = [
+    *(
+        Case(dtype, D, T, causal=causal)
+        for causal in (True, False)
+        for dtype in ("float16", "bfloat16", "float32")
+        for D in (64, 128)
+        for T in (512, 1024, 2048, 4096)
+    ),
+    Case("float16", 128, 4095),
+    Case("float16", 128, 4096, H=32, HKV=8),
+    Case("float16", 128, 4096, window=512),
+    Case("float16", 128, 4096, segments=8),
+    Case("float16", 256, 2048),
+    Case("float32", 64, 4096, window=512),
 ]
 CPU_CASES = [
     *(Case("float32", 64, T, H=2, HKV=2) for T in (256, 512, 1024)),
@@ -307,8 +323,8 @@ def device_name() -> str:
 
 def main() -> None:
     """Check, time, write."""
-    on_gpu = mx.default_device() == mx.Device(mx.gpu)
-    cases = {case.name: case for case in (GPU_CASES if on_gpu else CPU_CASES)}
+    of_backend = {"metal": METAL_CASES, "cuda": CUDA_CASES}
+    cases = {case.name: case for case in of_backend.get(backend(), CPU_CASES)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default=",".join(cases), help="names, by comma")
     parser.add_argument("--repeats", type=int, default=10)

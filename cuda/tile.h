@@ -26,8 +26,9 @@ enum : int {
   SLOTS = AHEAD + 1,
 };
 
-// What a staged tile is for: the products that read it, and whether its NaNs become 0.
-enum : int { IN_ABT = 1, IN_AB = 2, NAN_AS_ZERO = 4 };
+// What a staged tile is for: the products that read it, and whether its numbers must be
+// finite, because 0 times them must be 0.
+enum : int { IN_ABT = 1, IN_AB = 2, FINITE = 4 };
 
 // Whether products of T run in TF32.
 template <typename T>
@@ -162,14 +163,28 @@ inline float2 unpack(unsigned x) {
   return float2{float(pair[0]), float(pair[1])};
 }
 
-// Not 0 if one of two neighbours is a NaN.
-inline unsigned nan_in_pair(unsigned x, __half) {
-  const __half2 is_nan = __hisnan2(reinterpret_cast<const __half2&>(x));
-  return reinterpret_cast<const unsigned&>(is_nan);
+// Not 0 if one of two neighbours is an infinity or a NaN: 0 times it is a NaN.
+inline unsigned not_finite(unsigned x, __half) {
+  const __half2 pair = reinterpret_cast<const __half2&>(x);
+  const __half2 found = __hisnan2(__hmul2(pair, __float2half2_rn(0.0f)));
+  return reinterpret_cast<const unsigned&>(found);
 }
-inline unsigned nan_in_pair(unsigned x, __nv_bfloat16) {
-  const __nv_bfloat162 is_nan = __hisnan2(reinterpret_cast<const __nv_bfloat162&>(x));
-  return reinterpret_cast<const unsigned&>(is_nan);
+inline unsigned not_finite(unsigned x, __nv_bfloat16) {
+  const __nv_bfloat162 pair = reinterpret_cast<const __nv_bfloat162&>(x);
+  const __nv_bfloat162 found = __hisnan2(__hmul2(pair, __float2bfloat162_rn(0.0f)));
+  return reinterpret_cast<const unsigned&>(found);
+}
+
+// The largest number of a type.
+inline float largest(float) { return 3.402823466e38f; }
+inline float largest(__half) { return 65504.0f; }
+inline float largest(__nv_bfloat16) { return 3.389531390e38f; }
+
+// The nearest finite number; a NaN becomes one of the largest.
+template <typename T>
+inline T finite(T x) {
+  const float limit = largest(x);
+  return T(fminf(fmaxf(float(x), -limit), limit));
 }
 
 // Left operand of a product. reg[r][s] is a lane's 4 bytes of the 16-byte chunk s of a
@@ -246,7 +261,8 @@ inline float over_row_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The smallest over all lanes.
+// Over all lanes: the smallest, and whether there is one where x holds.
+inline bool over_simd_any(bool x) { return __any_sync(~0u, x); }
 inline int over_simd_min(int x) { return __reduce_min_sync(~0u, x); }
 
 template <int R, int C>
@@ -609,7 +625,11 @@ inline void stage_rows(T* tile_tg, int tile_row, Operand<T> from, int b, int h, 
   }
 }
 
-inline float number_or_zero(float x) { return x == x ? x : 0.0f; }
+// The same for a number as float products take it.
+inline float finite_operand(float x) {
+  const float limit = FLOAT_TERMS == 3 ? largest(x) : 3.40116213e38f;  // of TF32
+  return fminf(fmaxf(x, -limit), limit);
+}
 
 // The rows that this thread staged become what USES asks for, once its copies are
 // complete. In TF32 they are rounded in place for mma_abt, rounded and transposed for
@@ -632,9 +652,9 @@ inline void finish_rows(float* tile_tg, float* transposed_tg, int tile_row,
       const float4 chunk = *chunks[g];
       const float numbers[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
       UNROLL for (int e = 0; e < 4; ++e) {
-        const float number =
-            USES & NAN_AS_ZERO ? number_or_zero(numbers[e]) : numbers[e];
-        x[g][e] = operand_of_products(number);
+        x[g][e] = operand_of_products(numbers[e]);
+        // rounding may give an infinity
+        if (USES & FINITE) x[g][e] = finite_operand(x[g][e]);
       }
     }
     if (USES & IN_ABT || !TRANSPOSE) {
@@ -651,7 +671,7 @@ inline void finish_rows(float* tile_tg, float* transposed_tg, int tile_row,
     }
   }
 }
-// 16-bit types: only NaNs are replaced, in the rare chunk that has one.
+// 16-bit types: a chunk changes only if something in it is not finite, which is rare.
 template <int ROWS, int W, int THREADS, int TILE_ROWS, int USES, typename T>
 inline void finish_rows(T* tile_tg, T*, int tile_row, int thread_index) {
   typedef TileLayout<T, TILE_ROWS, W> Layout;
@@ -663,11 +683,11 @@ inline void finish_rows(T* tile_tg, T*, int tile_row, int thread_index) {
         reinterpret_cast<uint4*>(reinterpret_cast<char*>(tile_tg) +
                                  Layout::place(tile_row + mine.row, mine.column));
     const uint4 x = *chunk;
-    if (nan_in_pair(x.x, T()) | nan_in_pair(x.y, T()) | nan_in_pair(x.z, T()) |
-        nan_in_pair(x.w, T())) {
+    if (not_finite(x.x, T()) | not_finite(x.y, T()) | not_finite(x.z, T()) |
+        not_finite(x.w, T())) {
       T* elements = reinterpret_cast<T*>(chunk);
       ROLLED for (int e = 0; e < Mine::CHUNK; ++e) {
-        elements[e] = T(number_or_zero(float(elements[e])));
+        elements[e] = finite(elements[e]);
       }
     }
   }
@@ -700,7 +720,7 @@ inline T* slot_in_ab(T* tiles_tg, int turn) {
 // Makes what this thread staged for a turn ready for USES; a staged_sync follows.
 template <int ROWS, int W, int THREADS, int USES, typename T>
 inline void finish(T* tiles_tg, int turn, int thread_index) {
-  if constexpr (InTf32<T>::value || USES & NAN_AS_ZERO) {
+  if constexpr (InTf32<T>::value || USES & FINITE) {
     finish_rows<ROWS, W, THREADS, ROWS, USES>(slot<ROWS, W>(tiles_tg, turn),
                                               slot_in_ab<ROWS, W>(tiles_tg, turn), 0,
                                               thread_index);

@@ -2,7 +2,8 @@
 
 The attention is a function ``(q, k, v) -> out`` that is handed to the model. It must be
 causal: ``q`` is ``[B, H, T, D]``, ``k`` and ``v`` are ``[B, HKV, T, D]`` with ``HKV``
-dividing ``H``, and ``out`` has the shape of ``q``.
+dividing ``H``, and ``out`` has the shape of ``q``. Of packed sequences it is also given
+``segment_ids``, ``[B, T]``: only equal ids may see each other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-Attention = Callable[[mx.array, mx.array, mx.array], mx.array]
+Attention = Callable[..., mx.array]
 
 VOCABULARY = 256  # one token per byte
 
@@ -68,12 +69,12 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(config.dims, kv_dims, bias=False)
         self.project = nn.Linear(config.dims, config.dims, bias=False)
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, **segments: mx.array) -> mx.array:
         """``[B, T, dims] -> [B, T, dims]``."""
         q = self.rope(self.split_heads(self.query(x)))  # [B, H, T, D]
         k = self.rope(self.split_heads(self.key(x)))  # [B, HKV, T, D]
         v = self.split_heads(self.value(x))  # [B, HKV, T, D]
-        out = self.attention(q, k, v)  # [B, H, T, D]
+        out = self.attention(q, k, v, **segments)  # [B, H, T, D]
         return self.project(out.swapaxes(1, 2).flatten(2))  # [B, T, dims]
 
     def split_heads(self, x: mx.array) -> mx.array:
@@ -105,9 +106,9 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dims)
         self.mlp = MLP(config.dims)
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, **segments: mx.array) -> mx.array:
         """``[B, T, dims] -> [B, T, dims]``."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), **segments)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -125,9 +126,9 @@ class GPT(nn.Module):
         self.blocks = [Block(config, attention) for _ in range(config.layers)]
         self.norm = nn.RMSNorm(config.dims)
 
-    def __call__(self, tokens: mx.array) -> mx.array:
-        """``[B, T] -> [B, T, VOCABULARY]``."""
+    def __call__(self, tokens: mx.array, **segments: mx.array) -> mx.array:
+        """``[B, T] -> [B, T, VOCABULARY]``; ``segment_ids`` for packed sequences."""
         x = self.embedding(tokens)  # [B, T, dims]
         for block in self.blocks:
-            x = block(x)
+            x = block(x, **segments)
         return self.embedding.as_linear(self.norm(x))  # [B, T, VOCABULARY]

@@ -7,6 +7,11 @@ the language reference that every Python installation carries::
     python examples/train_gpt.py --attention native --out runs/native
     python examples/train_gpt.py --data book.txt --dims 384 --layers 6 --heads 6
 
+With ``--pack`` every paragraph of the text is a document of its own, which sees nothing
+of the others in its window::
+
+    python examples/train_gpt.py --pack --context 256 --out runs/packed
+
 The simulator executes the Metal kernels on the CPU, slowly; a tiny run through it::
 
     python examples/train_gpt.py --backend simulator --out runs/simulator --steps 4 \
@@ -20,6 +25,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -48,13 +54,21 @@ BETAS = [0.9, 0.99]
 WEIGHT_DECAY = 0.1  # of matrices; norms are not decayed
 MAX_GRADIENT_NORM = 1.0
 
+END = b"\0"  # ends a packed document and fills the rest of its window
+
 CHECKPOINT = "checkpoint.safetensors"
 PLOT = "loss.png"
 
 
-def native_attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+def native_attention(
+    q: mx.array, k: mx.array, v: mx.array, segment_ids: mx.array | None = None
+) -> mx.array:
+    mask: str | mx.array = "causal"
+    if segment_ids is not None:
+        same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+        mask = mx.tril(same)  # [B, 1, T, T]
     return mx.fast.scaled_dot_product_attention(
-        q, k, v, scale=q.shape[-1] ** -0.5, mask="causal"
+        q, k, v, scale=q.shape[-1] ** -0.5, mask=mask
     )
 
 
@@ -75,6 +89,7 @@ class Settings:
         accumulate: Micro-batches per step, ``A``.
         steps: Updates of the parameters.
         learning_rate: The highest one, at the end of the warm-up.
+        pack: Windows are packed documents instead of any bytes in a row.
         seed: Decides the first parameters, the batches and the sample.
         text_digest: SHA-256 of the text.
     """
@@ -85,6 +100,7 @@ class Settings:
     accumulate: int
     steps: int
     learning_rate: float
+    pack: bool
     seed: int
     text_digest: str
 
@@ -132,27 +148,46 @@ def split_text(text: bytes, context: int) -> tuple[np.ndarray, np.ndarray]:
     return np.split(np.frombuffer(text, np.uint8), [len(text) - n_held_out])
 
 
-def windows(text: np.ndarray, starts: np.ndarray, context: int) -> mx.array:
-    """The inputs and the byte after them: ``[...]`` starts as ``[..., T + 1]``."""
-    every_window = np.lib.stride_tricks.sliding_window_view(text, context + 1)
-    return mx.array(every_window[starts].astype(np.int32))
+def every_window(text: np.ndarray, settings: Settings) -> np.ndarray:
+    """What batches are drawn from, ``[N, T + 1]``: inputs and the byte after them."""
+    if settings.pack:
+        return pack(text.tobytes(), settings.context)
+    return np.lib.stride_tricks.sliding_window_view(text, settings.context + 1)
 
 
-def training_batch(text: np.ndarray, settings: Settings, step: int) -> mx.array:
+def pack(text: bytes, context: int) -> np.ndarray:
+    """Whole paragraphs of the text, each with an END, as many as fit in a window.
+
+    A paragraph that is longer than a window is cut into several.
+    """
+    if END in text:
+        raise ValueError("the text holds a zero byte, which --pack needs as an end")
+    size = context + 1
+    rows = [b""]
+    for document in re.split(rb"\n\s*\n", text):
+        document += END
+        for start in range(0, len(document), size):
+            piece = document[start : start + size]
+            if len(rows[-1]) + len(piece) > size:
+                rows.append(b"")
+            rows[-1] += piece
+    filled = b"".join(row.ljust(size, END) for row in rows)
+    return np.frombuffer(filled, np.uint8).reshape(-1, size)
+
+
+def training_batch(windows: np.ndarray, settings: Settings, step: int) -> mx.array:
     """Micro-batches ``[A, B, T + 1]``, a pure function of seed and step."""
-    starts = np.random.default_rng((settings.seed, step)).integers(
-        len(text) - settings.context, size=(settings.accumulate, settings.batch_size)
+    places = np.random.default_rng((settings.seed, step)).integers(
+        len(windows), size=(settings.accumulate, settings.batch_size)
     )
-    return windows(text, starts, settings.context)
+    return mx.array(windows[places].astype(np.int32))
 
 
-def validation_batches(text: np.ndarray, settings: Settings) -> mx.array:
+def validation_batches(windows: np.ndarray, settings: Settings) -> mx.array:
     """The same evenly spaced windows every time, ``[batches, B, T + 1]``."""
-    n_windows = EVALUATION_BATCHES * settings.batch_size
-    starts = np.linspace(0, len(text) - settings.context - 1, n_windows, dtype=int)
-    return windows(
-        text, starts.reshape(EVALUATION_BATCHES, settings.batch_size), settings.context
-    )
+    shape = EVALUATION_BATCHES, settings.batch_size
+    places = np.linspace(0, len(windows) - 1, math.prod(shape), dtype=int)
+    return mx.array(windows[places.reshape(shape)].astype(np.int32))
 
 
 # Training
@@ -186,25 +221,33 @@ def make_optimizer(settings: Settings) -> optim.Optimizer:
     )
 
 
-def mean_loss(model: GPT, tokens: mx.array) -> mx.array:
+def mean_loss(model: GPT, tokens: mx.array, packed: bool) -> mx.array:
     """Nats per byte of the predictions in ``[B, T + 1]`` windows."""
-    return nn.losses.cross_entropy(
-        model(tokens[:, :-1]), tokens[:, 1:], reduction="mean"
-    )
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if not packed:
+        return nn.losses.cross_entropy(model(inputs), targets, reduction="mean")
+    ends = inputs == END[0]
+    # An END belongs to the document before it, and predicts nothing.
+    ids = mx.cumsum(ends, axis=1) - ends  # [B, T]
+    losses = nn.losses.cross_entropy(model(inputs, segment_ids=ids), targets)
+    return mx.where(ends, 0.0, losses).sum() / (~ends).sum()
 
 
-def mean_validation_loss(model: GPT, batches: mx.array) -> float:
-    return mx.stack([mean_loss(model, tokens) for tokens in batches]).mean().item()
+def mean_validation_loss(model: GPT, batches: mx.array, packed: bool) -> float:
+    losses = [mean_loss(model, tokens, packed) for tokens in batches]
+    return mx.stack(losses).mean().item()
 
 
-def make_training_step(run: Run, compiled: bool) -> Callable[[mx.array], float]:
+def make_training_step(
+    run: Run, compiled: bool, packed: bool = False
+) -> Callable[[mx.array], float]:
     """A function that takes ``[A, B, T + 1]``, updates the run and returns the loss."""
     state = [run.model.state, run.optimizer.state]
     zeros = tree_map(mx.zeros_like, (mx.array(0.0), run.model.trainable_parameters()))
     loss_and_gradients = nn.value_and_grad(run.model, mean_loss)
 
     def add_micro_batch(mean: tuple, tokens: mx.array, share: float) -> tuple:
-        loss, gradients = loss_and_gradients(run.model, tokens)
+        loss, gradients = loss_and_gradients(run.model, tokens, packed)
         return tree_map(lambda a, b: a + share * b, mean, (loss, gradients))
 
     def update(gradients: dict) -> None:
@@ -237,19 +280,21 @@ def train(
         Tokens per second of the median step.
     """
     training_text, held_out = split_text(text, settings.context)
-    validation = validation_batches(held_out, settings)
+    windows = every_window(training_text, settings)
+    validation = validation_batches(every_window(held_out, settings), settings)
     # Worth its compilation on a GPU only; the simulator could not run in a trace.
     on_gpu = mx.default_device() == mx.gpu and backend() != "simulator"
-    training_step = make_training_step(run, compiled=on_gpu)
+    training_step = make_training_step(run, on_gpu, settings.pack)
     if not run.validation_losses:
-        run.validation_losses.append((0, mean_validation_loss(run.model, validation)))
+        loss = mean_validation_loss(run.model, validation, settings.pack)
+        run.validation_losses.append((0, loss))
 
     seconds = []
     first = len(run.training_losses)
     steps = tqdm(range(first, settings.steps), initial=first, total=settings.steps)
     for step in steps:
         start = time.perf_counter()
-        loss = training_step(training_batch(training_text, settings, step))
+        loss = training_step(training_batch(windows, settings, step))
         seconds.append(time.perf_counter() - start)
         run.training_losses.append(loss)
         speed = settings.tokens_per_step / seconds[-1]
@@ -257,7 +302,7 @@ def train(
 
         done = step + 1
         if done % eval_every == 0 or done == settings.steps:
-            loss = mean_validation_loss(run.model, validation)
+            loss = mean_validation_loss(run.model, validation, settings.pack)
             run.validation_losses.append((done, loss))
             save_checkpoint(folder / CHECKPOINT, run, settings)
             plot_losses(folder / PLOT, run)
@@ -332,6 +377,8 @@ def sample(
         smallest_kept = mx.topk(logits, min(top_k, VOCABULARY)).min()
         logits = mx.where(logits < smallest_kept, -math.inf, logits)
         tokens.append(mx.random.categorical(logits / temperature, key=key).item())
+        if settings.pack and tokens[-1] == END[0]:
+            break
     return bytes(tokens[1:]).decode(errors="replace")
 
 
@@ -390,6 +437,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=count, default=8, help="windows per micro-batch")
     add("--accumulate", type=count, default=1, help="micro-batches per step")
     add("--context", type=count, default=64, help="bytes the model sees at most")
+    add("--pack", action="store_true", help="windows of whole paragraphs, kept apart")
     add("--layers", type=count, default=2, help="blocks of the model")
     add("--heads", type=count, default=2, help="query heads")
     add("--kv-heads", type=count, default=1, help="key/value heads, divides the heads")
@@ -413,6 +461,7 @@ def settings_of(args: argparse.Namespace, text: bytes) -> Settings:
         accumulate=args.accumulate,
         steps=args.steps,
         learning_rate=args.learning_rate,
+        pack=args.pack,
         seed=args.seed,
         text_digest=hashlib.sha256(text).hexdigest(),
     )
@@ -427,8 +476,9 @@ def check_attention(config: GPTConfig, attention: Attention) -> None:
 
 def prepare(args: argparse.Namespace) -> tuple[Run, bytes, Settings]:
     text = read_text(args.data)
-    split_text(text, args.context)
     settings = settings_of(args, text)
+    for part in split_text(text, args.context):
+        every_window(part, settings)  # refuses what it cannot pack
     check_attention(settings.model, ATTENTION[args.attention])
     run = new_run(settings, ATTENTION[args.attention])
     if args.resume:

@@ -14,8 +14,8 @@
 // Memory     SLOTS BQ rows of q and of dout, BK of k if K_IN_TG, of v if V_IN_TG,
 //            RowStride apart; 2 SLOTS BQ floats; with DS > 1 also 2 DS BK BQ floats. Two
 //            barriers a block, four if DS > 1.
-// Edges      as in attention_dq; queries past Tq are zeros. A NaN of q counts as 0: keys
-//            that its row sees have a p of NaN, the others must not meet it in ds^T q.
+// Edges      as in attention_dq; queries past Tq are zeros. q is finite here: keys
+//            that see a NaN have a p of NaN, the others must not meet it in ds^T q.
 // Precision  scores, dp, dk, dv in float; p and ds rounded to T before their products.
 // Reference  mlx_flash.reference.attention_backward
 
@@ -36,7 +36,7 @@ inline void attention_dkv(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> d
     FDV = WV / (8 * DS),
     FQ = BQ / 8,
     THREADS = 32 * DS * (BK / (8 * FK)),
-    Q_USES = IN_ABT | (WITH_DK ? IN_AB | NAN_AS_ZERO : 0),
+    Q_USES = IN_ABT | (WITH_DK ? IN_AB | FINITE : 0),
     DOUT_USES = (WITH_DK ? IN_ABT : 0) | (WITH_DV ? IN_AB : 0),
   };
   const int group = n.H / n.HKV;

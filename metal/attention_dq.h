@@ -13,7 +13,7 @@
 //            RowStride apart; with DS > 1 also 2 DS BQ BK floats. Two barriers a block,
 //            four if DS > 1.
 // Edges      any Tq, Tk >= 1. ds is 0 where a key is invisible, and in a row whose lse2
-//            is NO_GRADIENT. A NaN of k counts as 0: rows that see it have an lse of NaN,
+//            is NO_GRADIENT. k is finite here: rows that see a NaN have an lse of NaN,
 //            the others must not meet it in ds k.
 // Precision  scores, dp, dq in float; ds is rounded to T before ds k.
 // Reference  mlx_flash.reference.attention_backward
@@ -34,7 +34,7 @@ inline void attention_dq(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> do
     FDV = WV / (8 * DS),
     FK = BK / 8,
     THREADS = 32 * DS * (BQ / (8 * FQ)),
-    K_USES = IN_ABT | IN_AB | NAN_AS_ZERO,
+    K_USES = IN_ABT | IN_AB | FINITE,
   };
   const int h_kv = at.head / (n.H / n.HKV);
   const int block_first = at.block * BQ;

@@ -61,7 +61,8 @@ struct OnlineSoftmax {
         s.set(i, j, p);
         sum += p;
       }
-      scale_row(acc, i, factor);
+      // mostly no maximum moves
+      if (over_simd_any(factor != 1.0f)) scale_row(acc, i, factor);
       l.value[i] = l.value[i] * factor + sum;
       m.value[i] = m_new;
     }

@@ -24,8 +24,9 @@ enum : int {
   SLOTS = AHEAD + 1,
 };
 
-// What a staged tile is for: the products that read it, and whether its NaNs become 0.
-enum : int { IN_ABT = 1, IN_AB = 2, NAN_AS_ZERO = 4 };
+// What a staged tile is for: the products that read it, and whether its numbers must be
+// finite, because 0 times them must be 0.
+enum : int { IN_ABT = 1, IN_AB = 2, FINITE = 4 };
 
 // Who runs: the place in the threadgroup (row group simd, its part of the columns), and
 // the threadgroup's place in the grid.
@@ -62,7 +63,7 @@ struct Width {
 
 template <typename T, int D>
 struct RowStride {
-  enum : int { CHUNK = 16 / sizeof(T), value = D / CHUNK % 2 ? D : D + CHUNK };
+  enum : int { SIZE = 16 / sizeof(T), value = D / SIZE % 2 ? D : D + SIZE };
 };
 
 inline float power_of_2(float x) { return metal::fast::exp2(x); }
@@ -151,7 +152,8 @@ inline float over_row_sum(float x) {
   x += metal::simd_shuffle_xor(x, ushort(1));
   return x + metal::simd_shuffle_xor(x, ushort(8));
 }
-// The smallest over all lanes.
+// Over all lanes: the smallest, and whether there is one where x holds.
+inline bool over_simd_any(bool x) { return metal::simd_any(x); }
 inline int over_simd_min(int x) { return metal::simd_min(x); }
 
 template <int R, int C>
@@ -269,38 +271,67 @@ inline void sum_parts(thread AccTile<R, C>& x, threadgroup float* parts_tg, Work
   }
 }
 
+// The largest number of a type.
+inline float largest(float) { return 3.402823466e38f; }
+inline float largest(half) { return 65504.0f; }
+inline float largest(bfloat16_t) { return 3.389531390e38f; }
+
+// The nearest finite number; a NaN becomes one of the largest.
+template <typename T>
+inline T finite(T x) {
+  const float limit = largest(x);
+  return T(metal::fmin(metal::fmax(float(x), -limit), limit));
+}
+
+// 16 bytes of a row.
+template <typename T>
+struct Chunk {
+  enum : int { SIZE = 16 / sizeof(T) };
+  T element[SIZE];
+};
+
 // Rows [row, row + ROWS) of head (b, h) to rows of W >= D columns in threadgroup memory,
-// by THREADS threads, 16 bytes at a time. Rows from n_rows on and columns from D on
+// by THREADS threads, a chunk each in turn. Rows from n_rows on and columns from D on
 // become zeros. Complete after the staged_wait, finish and staged_sync of their turn.
 template <int ROWS, int D, int W, int THREADS, int USES, typename T>
 inline void stage(threadgroup T* to_tg, Operand<T> from, int b, int h, int row,
                   int n_rows, int thread_index) {
   enum : int {
-    CHUNK = RowStride<T, W>::CHUNK,
+    SIZE = Chunk<T>::SIZE,
     LD = RowStride<T, W>::value,
-    CHUNKS_PER_ROW = W / CHUNK,
+    PER_ROW = W / SIZE,
+    ALL = ROWS * PER_ROW,
+    // a thread has the same column in all turns, its rows are TURN_ROWS apart
+    STEADY = THREADS % PER_ROW == 0,
+    TURN_ROWS = THREADS / PER_ROW,
   };
   const device T* head = from.data + offset(from.stride, b, h, row);
-  for (int i = thread_index; i < ROWS * CHUNKS_PER_ROW; i += THREADS) {
-    const int r = i / CHUNKS_PER_ROW;
-    const int d = i % CHUNKS_PER_ROW * CHUNK;
-    threadgroup T* chunk_tg = to_tg + r * LD + d;
-    const device T* chunk = head + r * from.stride.t + d * from.stride.d;
+  int r = thread_index / PER_ROW, d = thread_index % PER_ROW * SIZE;
+  const device T* source = head + r * from.stride.t + d * from.stride.d;
+  const long turn_step = TURN_ROWS * from.stride.t;
+  UNROLL for (int first = 0; first < ALL; first += THREADS) {
+    if (first + THREADS > ALL && first + thread_index >= ALL) break;
     const int columns = row + r < n_rows ? D - d : 0;
-    if (columns < CHUNK) {
-      UNROLL for (int e = 0; e < CHUNK; ++e) {
-        chunk_tg[e] = e < columns ? chunk[e * from.stride.d] : T(0.0f);
-      }
-    } else if (from.stride.d == 1) {
-      UNROLL for (int e = 0; e < CHUNK; ++e) { chunk_tg[e] = chunk[e]; }
+    Chunk<T> x;
+    if (columns >= SIZE && from.stride.d == 1) {
+      x = *reinterpret_cast<const device Chunk<T>*>(source);
     } else {
-      UNROLL for (int e = 0; e < CHUNK; ++e) { chunk_tg[e] = chunk[e * from.stride.d]; }
-    }
-    if (USES & NAN_AS_ZERO) {
-      UNROLL for (int e = 0; e < CHUNK; ++e) {
-        const float x = float(chunk_tg[e]);
-        if (x != x) chunk_tg[e] = T(0.0f);
+      UNROLL for (int e = 0; e < SIZE; ++e) {
+        x.element[e] = e < columns ? source[e * from.stride.d] : T(0.0f);
       }
+    }
+    if (USES & FINITE) {
+      UNROLL for (int e = 0; e < SIZE; ++e) { x.element[e] = finite(x.element[e]); }
+    }
+    *reinterpret_cast<threadgroup Chunk<T>*>(to_tg + r * LD + d) = x;
+    if (STEADY) {
+      r += TURN_ROWS;
+      source += turn_step;
+    } else {
+      const int next = first + THREADS + thread_index;
+      r = next / PER_ROW;
+      d = next % PER_ROW * SIZE;
+      source = head + r * from.stride.t + d * from.stride.d;
     }
   }
 }

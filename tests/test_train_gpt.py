@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
@@ -26,7 +27,8 @@ BAD_ARGUMENTS = {
     "--data missing.txt": r"No such file or directory: 'missing.txt'",
     "--data short.txt": r"too short, got 5 bytes; a context of 24 needs 250",
     "--dims 48": r"dims 48 / heads 4 = 12, must be a multiple of 8",
-    "--dims 96 --backend simulator": r"no kernel for head dim 24",
+    "--dims 1056 --backend simulator": r"no kernel for head dim 264",
+    "--data zero.txt --pack": r"holds a zero byte, which --pack needs",
     "--heads 3": r"heads 3 must divide dims 64",
     "--kv-heads 3": r"kv-heads 3 must divide heads 4",
     "--layers 0": r"--layers: must be a whole number of at least 1, got '0'",
@@ -57,10 +59,10 @@ def interrupt_at(monkeypatch, train_gpt, last_step):
     """Make the training of ``last_step`` raise as Ctrl-C does."""
     training_batch = train_gpt.training_batch
 
-    def batch_or_interrupt(text, settings, step):
+    def batch_or_interrupt(windows, settings, step):
         if step == last_step:
             raise KeyboardInterrupt
-        return training_batch(text, settings, step)
+        return training_batch(windows, settings, step)
 
     monkeypatch.setattr(train_gpt, "training_batch", batch_or_interrupt)
 
@@ -100,14 +102,56 @@ def test_train_gpt_through_the_simulator(train_gpt, settings, tmp_path):
 
 
 def test_batches_are_windows_decided_by_seed_and_step(train_gpt, settings):
-    text = np.arange(200, dtype=np.uint8)
-    batch = train_gpt.training_batch(text, settings, 3)
+    windows = train_gpt.every_window(np.arange(200, dtype=np.uint8), settings)
+    batch = train_gpt.training_batch(windows, settings, 3)
     assert batch.shape == (2, 2, 25)
     assert mx.array_equal(batch[..., 1:], batch[..., :-1] + 1)
-    assert mx.array_equal(batch, train_gpt.training_batch(text, settings, 3))
-    assert not mx.array_equal(batch, train_gpt.training_batch(text, settings, 4))
+    assert mx.array_equal(batch, train_gpt.training_batch(windows, settings, 3))
+    assert not mx.array_equal(batch, train_gpt.training_batch(windows, settings, 4))
     other = replace(settings, seed=2)
-    assert not mx.array_equal(batch, train_gpt.training_batch(text, other, 3))
+    assert not mx.array_equal(batch, train_gpt.training_batch(windows, other, 3))
+
+
+def test_packing_keeps_paragraphs_whole_and_cuts_long_ones(train_gpt):
+    text = b"abc\n\nde\n \nfghijklmnopqrst\n\nu\n\nv"
+    rows = [bytes(row) for row in train_gpt.pack(text, context=7)]
+    assert rows == [b"abc\0de\0\0", b"fghijklm", b"nopqrst\0", b"u\0v\0\0\0\0\0"]
+
+
+@pytest.mark.parametrize("attention", ["flash", "native"])
+def test_packed_loss_and_gradients_equal_those_of_the_documents_alone(
+    train_gpt, settings, attention
+):
+    documents = [b"abc", b"defghijk", b"l", b"mnopqrstuvw", b"xyzabcde"]
+    packed = train_gpt.pack(b"\n\n".join(documents), settings.context)
+    assert packed.shape == (2, 25)  # several documents in a window
+    model = train_gpt.new_run(settings, train_gpt.ATTENTION[attention]).model
+
+    def packed_loss(model):
+        return train_gpt.mean_loss(model, mx.array(packed.astype(np.int32)), True)
+
+    def loss_of_documents(model):
+        losses = []
+        for document in documents:
+            tokens = mx.array([[*document, 0]])  # every byte predicts the next one
+            losses.append(len(document) * train_gpt.mean_loss(model, tokens, False))
+        return sum(losses) / sum(map(len, documents))
+
+    loss, gradients = nn.value_and_grad(model, packed_loss)(model)
+    expected_loss, expected = nn.value_and_grad(model, loss_of_documents)(model)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-5)
+    expected = dict(tree_flatten(expected))
+    for name, gradient in tree_flatten(gradients):
+        size = mx.abs(expected[name]).max().item()
+        np.testing.assert_allclose(
+            gradient, expected[name], atol=1e-4 * size, err_msg=name
+        )
+
+
+def test_packed_training_lowers_the_loss(train_gpt, settings, tmp_path):
+    text = b"the quick brown fox\n\njumps over\n\nthe lazy dog\n\n" * 60
+    run = trained(train_gpt, replace(settings, pack=True), "flash", tmp_path, text)
+    assert run.validation_losses[-1][1] < run.validation_losses[0][1] - 1.0
 
 
 def test_accumulation_equals_a_larger_batch(train_gpt, settings):
@@ -117,8 +161,9 @@ def test_accumulation_equals_a_larger_batch(train_gpt, settings):
             replace(settings, accumulate=accumulate), train_gpt.native_attention
         )
         step = train_gpt.make_training_step(run, compiled=False)
-        starts = np.arange(4).reshape(accumulate, batch_size)
-        tokens = train_gpt.windows(np.frombuffer(TEXT, np.uint8), starts, 24)
+        windows = train_gpt.every_window(np.frombuffer(TEXT, np.uint8), settings)
+        tokens = windows[:4].reshape(accumulate, batch_size, 25)
+        tokens = mx.array(tokens.astype(np.int32))
         losses.append([step(tokens) for _ in range(3)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
@@ -206,6 +251,7 @@ def test_bad_arguments_end_in_one_line(
 ):
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("short")
+    Path("zero.txt").write_bytes(TEXT + b"\0")
     with pytest.raises(SystemExit) as stopped:
         train_gpt.main(f"{TINY} {arguments}".split())
     assert stopped.value.code == 2

@@ -134,7 +134,7 @@ def flash_attention(
         if B * H * Tq * Tk == 0:
             out = mx.zeros((B, H, Tq, Dv), dtype)
             lse = mx.full((B, H, Tq), -math.inf, mx.float32)
-            if "sinks" in others:
+            if "sinks" in others and lse.size:
                 lse = mx.broadcast_to(others["sinks"][:, None], lse.shape)
         else:
             attention = attention_function(

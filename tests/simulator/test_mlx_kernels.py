@@ -7,7 +7,8 @@ inputs are exact and sums are in float32; the output is rounded to 1 / 2**11 = 5
 sdpa_vector in two passes rounds what the first hands on once more.
 """
 
-import ctypes
+import sys
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -15,25 +16,31 @@ import pytest
 
 import oracle
 from mlx_flash import simulator
-from mlx_flash.simulator.metal_text import MLX_INCLUDE, MLX_KERNELS
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import steel_attention
+from steel_attention import METAL_NAME
 
 BOUND = {mx.float32: 5e-6, mx.float16: 2e-3}
-METAL_NAME = {mx.float32: "float", mx.float16: "half"}
 DTYPES = pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 HEAD_DIMS = pytest.mark.parametrize("D", [64, 128], ids="D{}".format)
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
 def mlx_kernel(header, function, constants):
-    """A kernel of one of MLX's headers, after what MLX puts in front of each."""
-    files = [f"{MLX_KERNELS}/utils.h", f"{MLX_KERNELS}/{header}"]
-    for file in files:
-        if not (MLX_INCLUDE / file).is_file():
-            pytest.skip(f"the installed mlx {mx.__version__} does not carry {file}")
-    text = "".join(f'#include "{file}"\n' for file in files)
-    return simulator.library_kernel(
-        text, function, include=[MLX_INCLUDE], constants=constants
-    )
+    """A kernel of one of MLX's headers; skips the test if MLX does not carry it."""
+    try:
+        return steel_attention.mlx_kernel(header, function, constants)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def steel(q, k, v, **options):
+    try:
+        return steel_attention.steel_attention(q, k, v, **options)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
 
 
 def normal(rng, dtype, *shape):
@@ -52,74 +59,6 @@ def error_of(out, q, k, v, causal):
 
 
 # ---- steel_attention: blocks of queries, 8x8x8 products
-
-
-def strides_of(x):
-    """Strides in elements of the first three of four dimensions."""
-    array = np.array(x, copy=False)
-    return (ctypes.c_int64 * 3)(*[step // array.itemsize for step in array.strides[:3]])
-
-
-class Parameters(ctypes.Structure):
-    """The struct of MLX's launch: sizes, full blocks and remainders, strides."""
-
-    _fields_ = (
-        ("B", ctypes.c_int),
-        ("H", ctypes.c_int),
-        ("D", ctypes.c_int),
-        ("Tq", ctypes.c_int),
-        ("Tk", ctypes.c_int),
-        ("group", ctypes.c_int),
-        ("scale", ctypes.c_float),
-        ("q_blocks", ctypes.c_int),
-        ("k_blocks", ctypes.c_int),
-        ("q_full", ctypes.c_int),
-        ("k_full", ctypes.c_int),
-        ("q_rest", ctypes.c_int),
-        ("k_rest", ctypes.c_int),
-        ("q_offset", ctypes.c_int),
-        ("q_strides", ctypes.c_int64 * 3),
-        ("k_strides", ctypes.c_int64 * 3),
-        ("v_strides", ctypes.c_int64 * 3),
-        ("out_strides", ctypes.c_int64 * 3),
-    )
-
-
-def steel(q, k, v, *, causal, mask=None, WN=1):
-    """``out`` and ``lse`` of MLX's kernel for many queries."""
-    (B, H, Tq, D), (_, HKV, Tk, _) = q.shape, k.shape
-    BQ, BK, WM = 32, 32 if D < 128 else 16, 4
-    name = METAL_NAME[q.dtype]
-    mask_type = "float" if mask is None or mask.dtype != mx.bool_ else "bool"
-    has_mask = mask is not None
-    kernel = mlx_kernel(
-        "steel/attn/kernels/steel_attention.h",
-        f"attention<{name}, {BQ}, {BK}, {D}, {D}, {WM}, {WN}, {mask_type}>",
-        {
-            200: Tq % BQ == 0,
-            201: Tk % BK == 0,
-            300: has_mask,
-            301: causal,
-            302: False,
-            303: True,
-        },
-    )
-    q_blocks, k_blocks = -(-Tq // BQ), -(-Tk // BK)
-    out_strides = (ctypes.c_int64 * 3)(H * Tq * D, Tq * D, D)
-    sizes = (B, H, D, Tq, Tk, H // HKV, D**-0.5, q_blocks, k_blocks)
-    rests = (Tq // BQ, Tk // BK, Tq % BQ, Tk % BK, Tk - Tq)
-    strides = (*map(strides_of, (q, k, v)), out_strides)
-    buffers = {0: q, 1: k, 2: v, 4: Parameters(*sizes, *rests, *strides)}
-    if has_mask:
-        buffers |= {5: strides_of(mx.broadcast_to(mask, (B, H, Tq, Tk))), 6: mask}
-        buffers[5] = bytes(buffers[5])
-    results = kernel(
-        buffers=buffers,
-        outputs={3: (q.shape, q.dtype), 8: ((B, H, Tq), mx.float32)},
-        grid=(q_blocks * 32, H * WM, B * WN),
-        threadgroup=(32, WM, WN),
-    )
-    return results[3], results[8]
 
 
 def ragged(dtype, D, seed=0):
@@ -193,7 +132,7 @@ def few_queries(dtype, D):
 
 
 def key_strides(x):
-    _, head, row = strides_of(x)
+    _, head, row = steel_attention.strides_of(x)
     return np.uint64(head), np.uint64(row)
 
 
