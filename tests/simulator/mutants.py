@@ -152,12 +152,18 @@ def all_mutants() -> list[Mutant]:
             "uninitialised accumulator"),
         *at("common", "b * stride.b", "b * stride.h", "swapped strides"),
         *at("common", "t * stride.t", "t * stride.h", "swapped strides"),
-        *at("tile", "chunk[e * from.stride.d];", "chunk[e];", "swapped strides"),
+        *at("tile", "? source[e * from.stride.d]", "? source[e]", "swapped strides"),
         *at("tile", "t * row_step + d", "t + row_step * d", "swapped strides"),
+        *at("tile", "r += TURN_ROWS;", "r += 1;", "staged rows",
+            problems=("head dim 128",)),
+        *at("tile", "source += turn_step;", "source += from.stride.t;", "staged rows",
+            problems=("head dim 128",)),
+        *at("tile", "first + thread_index >= ALL", "false", "staged rows",
+            problems=("causal 1", "odd head dims", "parts")),
         *at("mask", "k_col * mask.stride.d", "k_col * mask.stride.t", "swapped strides",
             problems=("mask",)),
-        *at("tile", "e < columns ? chunk[e * from.stride.d] : T(0.0f)",
-            "chunk[e * from.stride.d]", "dropped zero fill",
+        *at("tile", "e < columns ? source[e * from.stride.d] : T(0.0f)",
+            "source[e * from.stride.d]", "dropped zero fill",
             problems=("causal 1", "odd head dims")),
         *at("tile", "row + r < n_rows ? D - d : 0", "D - d", "dropped zero fill"),
         *at("tile", "t < n_rows && d < D", "t < n_rows", "columns past D",
@@ -280,7 +286,7 @@ def all_mutants() -> list[Mutant]:
             problems=("causal 3",)),
         *at("softmax", "l.value[i] * factor + sum", "l.value[i] + sum",
             "missing rescale"),
-        *at("softmax", "scale_row(acc, i, factor);", "", "missing rescale"),
+        *at("softmax", "scale_row(acc, i, factor);", ";", "missing rescale"),
         *at("tile", "simd_shuffle_xor(x, ushort(8))", "simd_shuffle_xor(x, ushort(4))",
             "wrong lane"),
         *at("tile", "lane >> 1 & 3", "lane & 3", "wrong lane map"),
@@ -289,7 +295,7 @@ def all_mutants() -> list[Mutant]:
     ]  # fmt: skip
 
 
-NAN_RULE = " | NAN_AS_ZERO"
+NAN_RULE = " | FINITE"
 WINDOWS = ("window of 10", "window of 17", "window of 18", "sides")
 BANDS = ("causal 1", "causal 2", "causal 3", "causal 4", "full")
 
