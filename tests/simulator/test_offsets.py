@@ -183,23 +183,25 @@ def test_segment_ids_are_read_from_a_far_batch():
 def test_ids_of_blocks_are_read_from_a_far_batch():
     b, own, others = 70000, 40000, 50000
     source = f"""
-    Segments ids = {{a, a, a - 2 * ({b}L * {own} + 3), a - 2 * {b}L * {others}, 0, 0}};
+    const device int* own = a - ({b}L * {own} + 3);
+    const device int* other = a + 2 - ({b}L * {others} + 5);
+    Segments ids = {{a, a, own, own + 1, other, other + 1, 0, 0}};
     Worker far = at;
     far.batch = b;
     far.block = 3;
+    const bool meet = blocks_meet(ids, b, {own}, 3, {others}, 5);
     select_block(ids, {own}, {others}, far);
     if (lane == 0) {{
       out[0] = ids.lowest;
       out[1] = ids.highest;
-      out[2] = ids.others[2];
-      out[3] = blocks_meet(Segments{{a, a, a - 2 * ({b}L * {own} + 3),
-                                    a - 2 * {b}L * {others}, 0, 0}},
-                           b, {own}, 3, {others}, 2);
+      out[2] = ids.other_lowest[5];
+      out[3] = ids.other_highest[5];
+      out[4] = meet;
     }}
     """
-    ids = mx.array([4, 6, 7, 7, 5, 5, 0, 0], mx.int32)
-    out = run(source, (b, 0, 0), (0,) * 4, 0, ids, (4,), mx.int32)
-    assert list(out) == [4, 6, 7, 1]
+    ids = mx.array([4, 6, 5, 7, 0, 0, 0, 0], mx.int32)
+    out = run(source, (b, 0, 0), (0,) * 4, 0, ids, (5,), mx.int32)
+    assert list(out) == [4, 6, 5, 7, 1]
 
 
 @pytest.mark.parametrize(
