@@ -175,8 +175,7 @@ inline unsigned not_finite(unsigned x, __nv_bfloat16) {
   return reinterpret_cast<const unsigned&>(found);
 }
 
-// The largest number of a type.
-inline float largest(float) { return 3.402823466e38f; }
+// The largest number of a 16-bit type.
 inline float largest(__half) { return 65504.0f; }
 inline float largest(__nv_bfloat16) { return 3.389531390e38f; }
 
@@ -620,9 +619,9 @@ inline void stage_rows(T* tile_tg, int tile_row, Operand<T> from, int b, int h, 
   }
 }
 
-// The same for a number as float products take it.
+// The same for a number as float products take it, within the numbers of TF32.
 inline float finite_operand(float x) {
-  const float limit = FLOAT_TERMS == 3 ? largest(x) : 3.40116213e38f;  // of TF32
+  const float limit = 3.401162134e38f;
   return fminf(fmaxf(x, -limit), limit);
 }
 
