@@ -18,7 +18,7 @@ BUFFERS_LIMIT = simulator_kernel.BUFFERS_LIMIT
 
 
 def text_of(call: KernelCall) -> str:
-    kernel = compiled_kernel(call.kernel, "metal", False)
+    kernel = compiled_kernel(call.kernel, "metal")
     return generated_kernel(kernel, call.inputs, **launch_arguments(call))[1]
 
 
