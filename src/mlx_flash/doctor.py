@@ -60,7 +60,7 @@ CASES = (
         Options(0.2, low=OWN - 20, high=OWN + 3, softcap=2.0),
         arrays=True,
     ),
-    Case("causal, bfloat16, D=256", mx.bfloat16, 256, 256, Options(0.1, high=OWN)),
+    Case("causal, float32, D=256", mx.float32, 256, 256, Options(0.1, high=OWN)),
 )
 
 Errors = dict[str, float]  # by the name of what was computed, in units of the tolerance
