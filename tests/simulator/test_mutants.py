@@ -15,7 +15,7 @@ WITHOUT_EFFECT = {
         "a block that ends with the last key pays for a predicate that hides nothing"
     ),
 }
-# Not seen yet: the problems of mutants.py are shorter than the blocks of the tiles here.
+# Not seen yet: the problems of mutants.py are shorter than the blocks of the tiles.
 TOO_SHORT_TO_SHOW = {
     ("mask", "? q_last + mask.high", "? q_last + mask.high - 1"),
     ("mask", "? q_first + mask.low", "? q_first + mask.low + 1"),
