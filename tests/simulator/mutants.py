@@ -188,7 +188,7 @@ def all_mutants() -> list[Mutant]:
         *at("mask", "k_first >= q_last - 1", "k_first >= q_last - 2",
             "band off by one", problems=WINDOWS),
         *at("mask", "? q_last + mask.high", "? q_last + mask.high - 1",
-            "band off by one"),
+            "band off by one", problems=("causal 5",)),
         *at("mask", "? q_first + mask.low", "? q_first + mask.low + 1",
             "band off by one", problems=WINDOWS),
         *at("mask", "? q_first + mask.low", "? q_first + mask.low - 1",
@@ -313,11 +313,14 @@ PROBLEMS = {
     "causal 2": problem(40, 46, causal=True),
     "causal 3": problem(41, 40, causal=True),
     "causal 4": problem(40, 48, causal=True),
+    # whose last block of keys holds one key, seen by the last query only
+    "causal 5": problem(48, 49, causal=True),
     "full": problem(33, 47),
-    # whose ends meet the blocks and the rows of a simdgroup in different ways
-    "window of 10": problem(64, 64, causal=True, window=10),
-    "window of 17": problem(64, 64, causal=True, window=17),
-    "window of 18": problem(64, 64, causal=True, window=18),
+    # whose ends meet the blocks and the rows of a simdgroup in different ways; more
+    # queries than a threadgroup of attention_dq owns
+    "window of 10": problem(80, 80, causal=True, window=10),
+    "window of 17": problem(80, 80, causal=True, window=17),
+    "window of 18": problem(80, 80, causal=True, window=18),
     "sides": problem(64, 80, window=(6, 15)),
     "segments": problem(40, 71, segments="packed", mask="float32", seed=5),
     "packed": problem(64, 71, segments="packed", seed=1),
@@ -326,7 +329,7 @@ PROBLEMS = {
     "segments and window": problem(40, 71, segments="packed", window=(9, 0)),
     "mask": problem(40, 46, mask="float32", mask_axes="BHQK"),
     "bfloat16 mask": problem(40, 46, mask="bfloat16", mask_axes="QK"),
-    "mask of keys": problem(40, 46, mask="float32", mask_axes="K"),
+    "mask of keys": problem(72, 46, mask="float32", mask_axes="K"),
     "mask of queries": problem(40, 46, mask="float32", mask_axes="Q"),
     "mask of batches": problem(40, 46, mask="float32", mask_axes="BK"),
     "softcap": problem(40, 46, softcap=1.5),
