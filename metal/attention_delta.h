@@ -2,7 +2,8 @@
 // which the softmax takes from dp, and lse in base 2.
 //
 // Source     FlashAttention-2 Alg. 2 line 4, arXiv:2307.08691; README.md eq. 6.
-// Inputs     out, dout [B,H,Tq,DV] T    lse, dlse [B,H,Tq] float    (any strides, 0 included)
+// Inputs     out, dout [B,H,Tq,DV] T    lse, dlse [B,H,Tq] float    (any strides, 0
+//            included)
 // Outputs    delta, lse2 [B,H,Tq] float
 // Grid       (ceil(Tq/BQ), H, B) threadgroups of BQ/8 simdgroups of 8 rows each.
 // Edges      A row that sees no key (lse = -inf), or whose cotangents are all 0, passes no

@@ -255,7 +255,7 @@ inline void sum_parts(thread AccTile<R, C>& x, threadgroup float* parts_tg, Work
         metal::simdgroup_store(x.frag[r][c], first_tg + place, 8);
       }
     }
-    threadgroup_sync();
+    threadgroup_sync();  // all parts are in threadgroup memory
     UNROLL for (int r = 0; r < R; ++r) {
       UNROLL for (int c = 0; c < C; ++c) {
         metal::simdgroup_load(x.frag[r][c], first_tg + (r * C + c) * 64, 8);
