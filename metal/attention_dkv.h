@@ -97,9 +97,10 @@ inline void attention_dkv(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> d
     fill(p, 0.0f);
     mma_abt<W>(p, k_rows, slot<BQ, W>(q_tg, walk.turn), at);
     sum_parts<DS>(p, s_parts_tg, at);
-    scale_scores<SOFTCAP>(p, scale, softcap);
+    saturate<SOFTCAP>(p, scale, softcap);
     AccTile<FK, FQ> slope;
-    if (SOFTCAP && WITH_DK) cap_slopes(slope, p, softcap);
+    if (SOFTCAP && WITH_DK) cap_slopes(slope, p);
+    scale_scores(p, SOFTCAP ? softcap : scale);
     if (visibility == PARTIAL) {
       add_array<true>(p, mask.array, n, at.batch, h, q_first, k_first, at);
     }

@@ -116,7 +116,8 @@ inline void attention_dmask(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T>
     fill(p, 0.0f);
     mma_abt<W>(p, q_rows, slot<BK, W>(k_tg, walk.turn), at);
     sum_parts<DS>(p, s_parts_tg, at);
-    scale_scores<SOFTCAP>(p, scale, softcap);
+    saturate<SOFTCAP>(p, scale, softcap);
+    scale_scores(p, SOFTCAP ? softcap : scale);
     add_array<false>(p, mask.array, n, b, h, q_first, k_first, at);
     RowValues<FQ> lse_rows, delta_rows;
     load_row_values(lse_rows, lse2, b, h, q_first, n.Tq, at);

@@ -83,9 +83,10 @@ inline void attention_dq(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> do
     fill(p, 0.0f);
     mma_abt<W>(p, q_rows, slot<BK, W>(k_tg, walk.turn), at);
     sum_parts<DS>(p, s_parts_tg, at);
-    scale_scores<SOFTCAP>(p, scale, softcap);
+    saturate<SOFTCAP>(p, scale, softcap);
     AccTile<FQ, FK> slope;
-    if (SOFTCAP) cap_slopes(slope, p, softcap);
+    if (SOFTCAP) cap_slopes(slope, p);
+    scale_scores(p, SOFTCAP ? softcap : scale);
     if (visibility == PARTIAL) {
       add_array<false>(p, mask.array, n, at.batch, at.head, q_first, k_first, at);
     }

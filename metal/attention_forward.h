@@ -78,7 +78,8 @@ inline void attention_forward(Operand<T> q, Operand<T> k, Operand<T> v,
     fill(s, 0.0f);
     mma_abt<W>(s, q_rows, slot<BK, W>(k_tg, walk.turn), at);
     sum_parts<DS>(s, s_parts_tg, at);
-    scale_scores<SOFTCAP>(s, scale, softcap);
+    saturate<SOFTCAP>(s, scale, softcap);
+    scale_scores(s, SOFTCAP ? softcap : scale);
     if (visibility == PARTIAL) {
       add_array<false>(s, mask.array, n, at.batch, at.head, q_first, k_first, at);
       hide<false>(s, MASKED, mask, n, at.batch, at.head, q_first, k_first, at);

@@ -3,31 +3,33 @@
 // Scores are in base 2: s = log2(e) * scale * q k^T (README.md eq. 1). No infinity is
 // ever an operand: a masked score is MASKED, and so is m in a row that sees no key.
 
-// Scores in base 2 from the product q k^T; with SOFTCAP, c tanh(x / c) of them (eq. 12).
+// With SOFTCAP, the product q k^T becomes t = tanh(x / c) of the logits x (eq. 12).
 template <bool SOFTCAP, int R, int C>
-inline void scale_scores(thread AccTile<R, C>& s, float scale, float softcap) {
+inline void saturate(thread AccTile<R, C>& s, float scale, float softcap) {
   if (SOFTCAP) {
     UNROLL for (int i = 0; i < R; ++i) {
       UNROLL for (int j = 0; j < 2 * C; ++j) {
-        const float x = s.get(i, j) * (scale / softcap);
-        s.set(i, j, softcap * LOG2_E * hyperbolic_tangent(x));
+        s.set(i, j, hyperbolic_tangent(s.get(i, j) * (scale / softcap)));
       }
     }
-  } else {
-    UNROLL for (int i = 0; i < R; ++i) { scale_row(s, i, scale * LOG2_E); }
   }
 }
 
-// The derivative of the cap, 1 - (s / c)^2, from the capped scores (eq. 13).
+// The derivative of the cap, 1 - t^2 (eq. 13).
 template <int R, int C>
-inline void cap_slopes(thread AccTile<R, C>& slope, thread AccTile<R, C>& s,
-                       float softcap) {
+inline void cap_slopes(thread AccTile<R, C>& slope, thread AccTile<R, C>& t) {
   UNROLL for (int i = 0; i < R; ++i) {
     UNROLL for (int j = 0; j < 2 * C; ++j) {
-      const float t = s.get(i, j) * (1.0f / (softcap * LOG2_E));
-      slope.set(i, j, maximum(1.0f - t * t, 0.0f));  // 0, not NaN, for a score of NaN
+      const float x = 1.0f - t.get(i, j) * t.get(i, j);
+      slope.set(i, j, maximum(x, 0.0f));  // 0, not NaN, for a score of NaN
     }
   }
+}
+
+// Scores in base 2: factor is the scale of the product, or the cap of t.
+template <int R, int C>
+inline void scale_scores(thread AccTile<R, C>& s, float factor) {
+  UNROLL for (int i = 0; i < R; ++i) { scale_row(s, i, factor * LOG2_E); }
 }
 
 // A sink's logit in base 2: a key without a value that every row of the head sees.

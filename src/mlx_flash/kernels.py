@@ -146,7 +146,7 @@ def attention_forward(
     def launch(rows: slice) -> list[mx.array]:
         return run(forward_call(problem.queries(rows)), backend)
 
-    pieces = query_pieces(problem, "attention_forward", backend)
+    pieces = pieces_of(problem, "attention_forward", backend, own="q")
     out, lse = joined(map(launch, pieces), axes=(1, 2))
     return out.transpose(0, 2, 1, 3), lse
 
@@ -182,10 +182,12 @@ def attention_backward(
             call = dkv_call(problem.keys(rows), dout, lse2, delta, kernel)
             return run(call, backend)
 
-        pieces = key_pieces(problem, kernel, backend)
+        pieces = pieces_of(problem, kernel, backend, own="k")
         return joined(map(launch, pieces), axes=(1, 1))
 
-    (dq,) = joined(map(dq_of, query_pieces(problem, "attention_dq", backend)), (1,))
+    (dq,) = joined(
+        map(dq_of, pieces_of(problem, "attention_dq", backend, own="q")), (1,)
+    )
     D, DV = q.shape[3], v.shape[3]
     if tiles.fuses_dk_and_dv(max(D, DV), q.itemsize, gpu):
         dk, dv = dkv_of("attention_dkv")
@@ -227,9 +229,9 @@ def mask_gradient(
         return run(call, backend)
 
     if sums.q:
-        pieces, axis = key_pieces(problem, "attention_dq", backend), 3
+        pieces, axis = pieces_of(problem, "attention_dq", backend, own="k"), 3
     else:
-        pieces, axis = query_pieces(problem, "attention_dq", backend), 2
+        pieces, axis = pieces_of(problem, "attention_dq", backend, own="q"), 2
     (dmask,) = joined(map(launch, pieces), (axis,))
     summed = [axis for axis in (2, 3) if mask.shape[axis] == 1]
     if summed:
@@ -249,26 +251,21 @@ def joined(pieces: Iterator[list[mx.array]], axes: tuple[int, ...]) -> list[mx.a
     ]
 
 
-def query_pieces(problem: Problem, kernel: str, backend: str) -> list[slice]:
-    """The query rows of each launch."""
-    tile = problem.variant.tile(kernel)
-    B, H, Tq, _ = problem.q.shape
-    Tk, options = problem.k.shape[2], problem.options
-    low, high = options.low, options.high
-    columns = B * H * (problem.q.shape[3] + problem.v.shape[3])
-    return splitting.pieces(Tq, Tk, low, high, tile.rows, columns, backend)
-
-
-def key_pieces(problem: Problem, kernel: str, backend: str) -> list[slice]:
-    """The keys of each launch."""
-    tile = problem.variant.tile(kernel)
-    B, H, Tq, _ = problem.q.shape
-    Tk, options = problem.k.shape[2], problem.options
-    # key j sees the queries i with -high <= i - j <= -low
-    low = None if options.high is None else -options.high
-    high = None if options.low is None else -options.low
-    columns = B * H * (problem.q.shape[3] + problem.v.shape[3])
-    return splitting.pieces(Tk, Tq, low, high, tile.rows, columns, backend)
+def pieces_of(problem: Problem, kernel: str, backend: str, own: str) -> list[slice]:
+    """The rows of each launch of a kernel that owns queries ("q") or keys ("k")."""
+    (B, H, Tq, D), (_, _, Tk, DV) = problem.q.shape, problem.v.shape
+    own_rows, other_rows, options = Tq, Tk, problem.options
+    if own == "k":
+        own_rows, other_rows, options = Tk, Tq, options.transposed()
+    return splitting.pieces(
+        own_rows,
+        other_rows,
+        options.low,
+        options.high,
+        problem.variant.tile(kernel).rows,
+        B * H * (D + DV),
+        backend,
+    )
 
 
 def gpu_of(backend: str, precise: bool) -> str:

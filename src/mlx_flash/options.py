@@ -28,3 +28,9 @@ class Options:
         low = None if self.low is None else self.low + start
         high = None if self.high is None else self.high + start
         return replace(self, low=low, high=high)
+
+    def transposed(self) -> Options:
+        """The same attention seen from the keys: key j sees the queries i."""
+        low = None if self.high is None else -self.high
+        high = None if self.low is None else -self.low
+        return replace(self, low=low, high=high)

@@ -35,8 +35,8 @@ FLAGS = (
 # sums and assumes that there are no infinities and no NaNs. "initialised" is "plain",
 # refused where the compiler sees a variable that may be read before it has a value.
 BUILDS: dict[str, tuple[str, ...]] = {
-    "plain": ("-O3", "-w"),
-    "initialised": ("-O3", "-Werror=uninitialized", "-Werror=maybe-uninitialized"),
+    "plain": ("-w",),
+    "initialised": ("-Werror=uninitialized", "-Werror=maybe-uninitialized"),
     "checked": ("-w", "-fsanitize=thread", "-g1", "-DSIMULATOR_CHECKED"),
     "fast_math": (
         "-w",
