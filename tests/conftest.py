@@ -75,8 +75,6 @@ def belongs_to_a_checked_run(item):
         params.get("kernels_name"),
     ):
         return False
-    if item.path.name == "test_splitting.py":  # the kernels of the other files
-        return False
     return params.get("D", 16) in CHECKED_HEAD_DIMS
 
 
