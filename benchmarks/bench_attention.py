@@ -5,7 +5,9 @@ python benchmarks/bench_attention.py [--cases NAME,NAME,...] [--results FOLDER]
 
 Every case is checked against float64 first, on one head; a wrong result stops the run
 before anything is timed. Then both implementations run the same inputs, forward
-alone and forward with backward. Writes FOLDER/<device>.csv and .png.
+alone and forward with backward; short ones also with both under mx.compile, as in a
+compiled training step, where the time of Python is not counted. Writes
+FOLDER/<device>.csv and .png.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -246,10 +249,13 @@ def extra_memory(call: Callable[[], object]) -> int:
     return mx.get_peak_memory() - before
 
 
+SHORT = 1024  # up to this T the time of Python shows
+
+
 def rows(case: Case, repeats: int) -> Iterator[dict[str, object]]:
     """Measure a case: a row per implementation and direction."""
     arrays = case.arrays()
-    calls = 20 if case.T <= 1024 else 1
+    calls = 20 if case.T <= SHORT else 1
     for name, attention in implementations(case).items():
         directions = {
             "forward": (1.0, lambda f=attention: f(*arrays[:3])),
@@ -258,6 +264,9 @@ def rows(case: Case, repeats: int) -> Iterator[dict[str, object]]:
                 lambda f=attention: forward_and_backward(f, arrays),
             ),
         }
+        if case.T <= SHORT:
+            step = mx.compile(partial(forward_and_backward, attention))
+            directions["compiled"] = 3.5, lambda f=step: f(arrays)
         for direction, (factor, call) in directions.items():
             times = measure(call, calls, repeats)
             median = statistics.median(times)

@@ -86,9 +86,9 @@ inline void attention_dkv(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> d
     if (walk.now < 0) continue;
     const int h = at.head * group + walk.now / per_head;
     const int q_first = queries.first + walk.now % per_head * BQ;
-    const Visibility visibility = block_visibility(
-        mask, n, one_segment(mask.ids, blocks, walk.now), q_first, q_first + BQ,
-        block_first + together.first, block_first + together.last);
+    const Visibility visibility =
+        block_visibility(mask, n, walk.one_segment, q_first, q_first + BQ,
+                         block_first + together.first, block_first + together.last);
     if (visibility == INVISIBLE) continue;
     ColumnValues lse_columns = {lse_tg + walk.turn % SLOTS * BQ, at};
     ColumnValues delta_columns = {delta_tg + walk.turn % SLOTS * BQ, at};

@@ -79,9 +79,10 @@ inline void attention_dmask(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T>
 
   AccTile<FQ, FK> sum;  // [8 FQ, BK]
   fill(sum, 0.0f);
-  Walk walk = first_turn(next_tile<BQ, BK>(tiles, mask, n, 0));
+  Walk walk = first_turn(Found{next_tile<BQ, BK>(tiles, mask, n, 0), false});
   for (; walk.now < tiles.count;
-       walk = next_turn(walk, next_tile<BQ, BK>(tiles, mask, n, walk.next + 1))) {
+       walk = next_turn(
+           walk, Found{next_tile<BQ, BK>(tiles, mask, n, walk.next + 1), false})) {
     threadgroup_sync();  // everybody has finished reading the tiles that are replaced
     if (walk.next < tiles.count) {
       const TilePlace next = tiles.place(walk.next);

@@ -74,9 +74,9 @@ inline void attention_dq(Operand<T> q, Operand<T> k, Operand<T> v, Operand<T> do
 
     if (walk.now < 0) continue;
     const int k_first = keys.first + walk.now * BK;
-    const Visibility visibility = block_visibility(
-        mask, n, one_segment(mask.ids, blocks, walk.now), block_first + together.first,
-        block_first + together.last, k_first, k_first + BK);
+    const Visibility visibility =
+        block_visibility(mask, n, walk.one_segment, block_first + together.first,
+                         block_first + together.last, k_first, k_first + BK);
     if (visibility == INVISIBLE) continue;
     // s = q k^T, p = exp2(s - lse)
     AccTile<FQ, FK> p;  // [8 FQ, BK]

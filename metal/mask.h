@@ -18,6 +18,10 @@ struct Segments {
   const device int *own_lowest, *own_highest;
   const device int *other_lowest, *other_highest;  // [B, blocks that are walked]
   int lowest, highest;                             // of the own block
+  // The 32 blocks of the walk from `window` on are known, one to each lane: a lane's
+  // block i is 2 i if it and the own block are one segment, 2 i + 1 if they may meet
+  // otherwise, and a number past the walk if they do not.
+  int window, known;
 };
 
 struct NoArray {
@@ -48,6 +52,7 @@ inline void select_block(thread Segments& ids, int own_blocks, int other_blocks,
   ids.highest = ids.own_highest[own];
   ids.other_lowest += long(at.batch) * other_blocks;
   ids.other_highest += long(at.batch) * other_blocks;
+  ids.window = -32;
 }
 
 inline bool same_segment(NoSegments ids, Sizes n, int b, int q_row, int k_col) {
@@ -138,47 +143,58 @@ struct Blocks {
   int count;
 };
 
-// Whether all of block i and of the own block is one segment.
-inline bool one_segment(NoSegments ids, Blocks blocks, int i) { return true; }
-inline bool one_segment(Segments ids, Blocks blocks, int i) {
-  const int other = blocks.first + i % blocks.per_head;
-  return ids.lowest == ids.highest && ids.other_lowest[other] == ids.lowest &&
-         ids.other_highest[other] == ids.lowest;
-}
+// A block of the walk: whether all of it and of the own block is one segment.
+struct Found {
+  int block;
+  bool one_segment;
+};
 
 // The first block from i on whose ids the own block may meet; >= count if there is none.
-inline int next_block(NoSegments ids, Blocks blocks, int i, Worker at) { return i; }
-inline int next_block(Segments ids, Blocks blocks, int i, Worker at) {
-  for (; i < blocks.count; i += 32) {  // each lane asks about one block
-    const int mine = i + at.lane;
-    int found = blocks.count;
-    if (mine < blocks.count) {
-      const int other = blocks.first + mine % blocks.per_head;
-      const bool meets = ids.other_lowest[other] <= ids.highest &&
-                         ids.lowest <= ids.other_highest[other];
-      if (meets) found = mine;
+inline Found next_block(thread NoSegments& ids, Blocks blocks, int i, Worker at) {
+  return Found{i, true};
+}
+inline Found next_block(thread Segments& ids, Blocks blocks, int i, Worker at) {
+  const int none = 2 * blocks.count;
+  while (i < blocks.count) {
+    if (i >= ids.window + 32) {
+      ids.window = i;
+      ids.known = none;
+      const int mine = i + at.lane;
+      if (mine < blocks.count) {
+        const int other = blocks.first + mine % blocks.per_head;
+        const int lowest = ids.other_lowest[other], highest = ids.other_highest[other];
+        const bool meets = lowest <= ids.highest && ids.lowest <= highest;
+        const bool one = lowest == ids.highest && ids.lowest == highest;
+        if (meets) ids.known = 2 * mine + (one ? 0 : 1);
+      }
     }
-    found = over_simd_min(found);
-    if (found < blocks.count) return found;
+    const int found = over_simd_min(ids.known >= 2 * i ? ids.known : none);
+    if (found < none) return Found{found / 2, found % 2 == 0};
+    i = ids.window + 32;
   }
-  return i;
+  return Found{i, false};
 }
 
 // The walk: block `now` is computed in this turn (none if < 0), `next` is staged, AHEAD
 // turns before its own.
 struct Walk {
   int turn, now, next;
+  bool one_segment, next_is_one_segment;
 };
-inline Walk first_turn(int next) { return Walk{-AHEAD, AHEAD ? -1 : next, next}; }
-inline Walk next_turn(Walk walk, int next) {
-  return Walk{walk.turn + 1, AHEAD ? walk.next : next, next};
+inline Walk first_turn(Found next) {
+  return Walk{-AHEAD, AHEAD ? -1 : next.block, next.block, next.one_segment,
+              next.one_segment};
+}
+inline Walk next_turn(Walk walk, Found next) {
+  return Walk{walk.turn + 1, AHEAD ? walk.next : next.block, next.block,
+              AHEAD ? walk.next_is_one_segment : next.one_segment, next.one_segment};
 }
 template <typename Ids>
-inline Walk first_turn(Ids ids, Blocks blocks, Worker at) {
+inline Walk first_turn(thread Ids& ids, Blocks blocks, Worker at) {
   return first_turn(next_block(ids, blocks, 0, at));
 }
 template <typename Ids>
-inline Walk next_turn(Walk walk, Ids ids, Blocks blocks, Worker at) {
+inline Walk next_turn(Walk walk, thread Ids& ids, Blocks blocks, Worker at) {
   return next_turn(walk, next_block(ids, blocks, walk.next + 1, at));
 }
 

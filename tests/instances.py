@@ -73,15 +73,19 @@ def calls(x: Problem) -> Iterator[KernelCall]:
     """The calls of one attention and its backward."""
     rows = mx.zeros(x.q.shape[:3])
     dout = mx.zeros((*x.q.shape[:3], x.v.shape[3]), x.v.dtype)
-    yield kernels.forward_call(x)
+    ids = [mx.zeros(8, mx.int32)] * 4 if x.q_segments is not None else []
+    segment_blocks = kernels.segment_blocks_call(x, "attention_dq")
+    if segment_blocks:
+        yield segment_blocks
+    yield kernels.forward_call(x, ids)
     yield kernels.delta_call(dout, dout, rows, rows, x.gpu)
-    yield kernels.dq_call(x, dout, rows, rows)
+    yield kernels.dq_call(x, ids, dout, rows, rows)
     largest = max(x.q.shape[3], x.v.shape[3])
     fused = tiles.fuses_dk_and_dv(largest, x.q.itemsize, x.gpu)
     for kernel in ["attention_dkv"] if fused else ["attention_dk", "attention_dv"]:
-        yield kernels.dkv_call(x, dout, rows, rows, kernel)
+        yield kernels.dkv_call(x, ids, dout, rows, rows, kernel)
     if x.mask is not None and x.mask.dtype != mx.bool_:
-        yield kernels.dmask_call(x, dout, rows, rows, sums=kernels.sums_of(x.mask))
+        yield kernels.dmask_call(x, ids, dout, rows, rows, sums=kernels.sums_of(x.mask))
 
 
 def problems() -> Iterator[Problem]:

@@ -272,7 +272,7 @@ def test_map_is_refused_before_a_kernel_is_asked(monkeypatch, mapped):
 
     for name in ("attention_forward", "attention_backward"):
         monkeypatch.setattr(kernels, name, as_reference(getattr(reference, name)))
-    function = attention_function("metal", Options(scale=1.0), (), False, None)
+    function = attention_function("metal", Options(scale=1.0), (), False, False, None)
     q, k, v, dout, _ = Problem(Tq=5, Tk=7, D=4).arrays()
     arrays = {"q": q, "v": v, "dout": dout}
 

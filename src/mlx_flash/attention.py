@@ -142,6 +142,7 @@ def flash_attention(
                 options,
                 tuple(others),
                 precise or not mlx_uses_tf32(),
+                return_lse,
                 stream,
             )
             out, lse = attention(q, k, v, *others.values())
@@ -162,6 +163,7 @@ def attention_function(
     options: Options,
     names: tuple[str, ...],
     precise: bool,
+    return_lse: bool,
     stream: mx.Stream | mx.Device | None,
 ) -> Attention:
     """``(q, k, v, *others) -> (out, lse)`` with its VJP.
@@ -172,6 +174,7 @@ def attention_function(
         names: Those of the arrays besides q, k and v that are given, in their order:
             every array must be an argument of its own to get a gradient.
         precise: As in :func:`flash_attention`.
+        return_lse: As there: if not, lse has no cotangent.
         stream: Where the backward runs; the forward runs where it is called.
     """
     names = ("q", "k", "v", *names)
@@ -193,13 +196,14 @@ def attention_function(
             backend=backend_name,
             precise=precise,
         )
-    can_be_mapped = backend_name == "reference"
 
     @mx.custom_function
     def attention(*arrays: mx.array) -> tuple[mx.array, mx.array]:
-        if not can_be_mapped:
-            arrays = not_mapped(*arrays)
         return forward(**dict(zip(names, arrays, strict=True)))
+
+    can_be_mapped = backend_name == "reference"
+    if not can_be_mapped:
+        attention.vmap(vmap_of_a_kernel)
 
     # Forward mode would give silent zeros on the host, too.
     @attention.jvp
@@ -219,6 +223,8 @@ def attention_function(
         given = dict(zip(names, primals, strict=True))
         (out, lse), (dout, dlse) = outputs, cotangents
         with mx.stream(stream or mx.default_stream(mx.default_device())):
+            if not return_lse:  # MLX would make zeros, by a kernel of its own
+                dlse = mx.broadcast_to(kernels.constant((0.0,), mx.float32), lse.shape)
             if not can_be_mapped:  # the forward looked at the others
                 dout, dlse = not_mapped(dout, dlse)
             gradients = backward(**given, out=out, lse=lse, dout=dout, dlse=dlse)
@@ -251,19 +257,21 @@ def second_order(*_: object) -> None:
     )
 
 
-@mx.custom_function
-def guarded(*arrays: mx.array) -> tuple[mx.array, ...]:
-    """The arrays themselves."""
-    return arrays
-
-
-@guarded.vmap
 def vmap_of_a_kernel(*_: object) -> None:
     """Refuse, in words of this library and before MLX does."""
     raise NotImplementedError(
         "[flash_attention] mx.vmap of the kernels is not implemented; fold the mapped "
         "axes into B by a reshape, or use mlx_flash.use_backend('reference')"
     )
+
+
+@mx.custom_function
+def guarded(*arrays: mx.array) -> tuple[mx.array, ...]:
+    """The arrays themselves."""
+    return arrays
+
+
+guarded.vmap(vmap_of_a_kernel)
 
 
 def not_mapped(*arrays: mx.array) -> tuple[mx.array, ...]:

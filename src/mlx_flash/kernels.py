@@ -144,7 +144,9 @@ def attention_forward(
     problem = Problem(q, k, v, options, mask, q_segments, k_segments, sinks, gpu)
 
     def launch(rows: slice) -> list[mx.array]:
-        return run(forward_call(problem.queries(rows)), backend)
+        of_rows = problem.queries(rows)
+        ids = block_ids(of_rows, "attention_forward", backend)
+        return run(forward_call(of_rows, ids), backend)
 
     pieces = pieces_of(problem, "attention_forward", backend, own="q")
     out, lse = joined(map(launch, pieces), axes=(1, 2))
@@ -174,13 +176,16 @@ def attention_backward(
     delta, lse2 = run(delta_call(out, dout, lse, dlse, gpu), backend)
 
     def dq_of(rows: slice) -> list[mx.array]:
+        of_rows = problem.queries(rows)
         row_inputs = (part(x, rows, axis=2) for x in (dout, lse2, delta))
-        return run(dq_call(problem.queries(rows), *row_inputs), backend)
+        ids = block_ids(of_rows, "attention_dq", backend)
+        return run(dq_call(of_rows, ids, *row_inputs), backend)
 
     def dkv_of(kernel: str) -> list[mx.array]:
         def launch(rows: slice) -> list[mx.array]:
-            call = dkv_call(problem.keys(rows), dout, lse2, delta, kernel)
-            return run(call, backend)
+            of_rows = problem.keys(rows)
+            ids = block_ids(of_rows, kernel, backend)
+            return run(dkv_call(of_rows, ids, dout, lse2, delta, kernel), backend)
 
         pieces = pieces_of(problem, kernel, backend, own="k")
         return joined(map(launch, pieces), axes=(1, 1))
@@ -220,13 +225,12 @@ def mask_gradient(
     sums = sums_of(mask)
 
     def launch(rows: slice) -> list[mx.array]:
-        if sums.q:
-            call = dmask_call(problem.keys(rows), dout, lse2, delta, sums=sums)
-        else:
+        of_rows, row_inputs = problem.keys(rows), [dout, lse2, delta]
+        if not sums.q:
             of_rows = problem.queries(rows)
-            row_inputs = (part(x, rows, axis=2) for x in (dout, lse2, delta))
-            call = dmask_call(of_rows, *row_inputs, sums=sums)
-        return run(call, backend)
+            row_inputs = [part(x, rows, axis=2) for x in row_inputs]
+        ids = block_ids(of_rows, "attention_dq", backend)
+        return run(dmask_call(of_rows, ids, *row_inputs, sums=sums), backend)
 
     if sums.q:
         pieces, axis = pieces_of(problem, "attention_dq", backend, own="k"), 3
@@ -275,7 +279,36 @@ def gpu_of(backend: str, precise: bool) -> str:
     return "cuda_precise" if precise else "cuda"
 
 
-def forward_call(problem: Problem) -> KernelCall:
+def block_ids(problem: Problem, kernel: str, backend: str) -> list[mx.array]:
+    """What ``segment_blocks`` tells a kernel; nothing where there are no segments."""
+    call = segment_blocks_call(problem, kernel)
+    return [] if call is None else run(call, backend)
+
+
+def segment_blocks_call(problem: Problem, kernel: str) -> KernelCall | None:
+    """``segment_blocks`` for a kernel: lowest and highest id of each block, flat."""
+    own_ids, other_ids = problem.q_segments, problem.k_segments
+    if own_ids is None or other_ids is None:
+        return None
+    if kernel in DKV_OUTPUTS:
+        own_ids, other_ids = other_ids, own_ids
+    tile = problem.variant.tile(kernel)
+    (B, own_length), (_, other_length) = own_ids.shape, other_ids.shape
+    own_blocks = tiles.blocks(own_length, tile.rows)
+    other_blocks = tiles.blocks(other_length, tile.block)
+    sizes = own_length, other_length, tile.rows, tile.block
+    # no fewer than 8, as at_least_8 says
+    own_shape, other_shape = (max(B * own_blocks, 8),), (max(B * other_blocks, 8),)
+    return KernelCall(
+        kernel=segment_blocks_kernel(problem.gpu),
+        inputs=[flat(own_ids), flat(other_ids), constant(sizes, mx.int32)],
+        shapes=[own_shape, own_shape, other_shape, other_shape],
+        dtypes=[mx.int32] * 4,
+        groups=(own_blocks + other_blocks, 1, B),
+    )
+
+
+def forward_call(problem: Problem, block_ids: list[mx.array]) -> KernelCall:
     """``attention_forward``: out ``[B, Tq, H, DV]`` and lse ``[B, H, Tq]``."""
     B, H, Tq, _ = problem.q.shape
     variant = problem.variant
@@ -285,7 +318,7 @@ def forward_call(problem: Problem) -> KernelCall:
         inputs.append(flat(problem.sinks.astype(mx.float32)))
     return KernelCall(
         kernel=forward_kernel(variant),
-        inputs=[*inputs, *shared_inputs(problem, tile.rows, tile.block, own="q")],
+        inputs=[*inputs, *shared_inputs(problem, block_ids)],
         shapes=[(B, Tq, H, variant.DV), (B, H, Tq)],
         dtypes=[variant.dtype, mx.float32],
         groups=(tiles.blocks(Tq, tile.rows), H, B),
@@ -311,7 +344,11 @@ def delta_call(
 
 
 def dq_call(
-    problem: Problem, dout: mx.array, lse2: mx.array, delta: mx.array
+    problem: Problem,
+    block_ids: list[mx.array],
+    dout: mx.array,
+    lse2: mx.array,
+    delta: mx.array,
 ) -> KernelCall:
     """``attention_dq``: dq ``[B, Tq, H, D]``."""
     B, H, Tq, D = problem.q.shape
@@ -321,7 +358,7 @@ def dq_call(
         kernel=dq_kernel(variant),
         inputs=[
             *gradient_inputs(problem, dout, lse2, delta),
-            *shared_inputs(problem, tile.rows, tile.block, own="q"),
+            *shared_inputs(problem, block_ids),
         ],
         shapes=[(B, Tq, H, D)],
         dtypes=[variant.dtype],
@@ -331,6 +368,7 @@ def dq_call(
 
 def dkv_call(
     problem: Problem,
+    block_ids: list[mx.array],
     dout: mx.array,
     lse2: mx.array,
     delta: mx.array,
@@ -349,7 +387,7 @@ def dkv_call(
         kernel=dkv_kernel(variant, kernel),
         inputs=[
             *gradient_inputs(problem, dout, lse2, delta),
-            *shared_inputs(problem, tile.rows, tile.block, own="k"),
+            *shared_inputs(problem, block_ids),
         ],
         shapes=[shapes[name] for name in DKV_OUTPUTS[kernel]],
         dtypes=[variant.dtype] * len(DKV_OUTPUTS[kernel]),
@@ -377,6 +415,7 @@ def sums_of(mask: mx.array) -> MaskSums:
 
 def dmask_call(
     problem: Problem,
+    block_ids: list[mx.array],
     dout: mx.array,
     lse2: mx.array,
     delta: mx.array,
@@ -402,7 +441,7 @@ def dmask_call(
         inputs=[
             *gradient_inputs(problem, dout, lse2, delta),
             constant((B,), mx.int32),
-            *shared_inputs(problem, tile.rows, tile.block, own="q"),
+            *shared_inputs(problem, block_ids),
         ],
         shapes=[(*heads, rows, columns)],
         dtypes=[dtype],
@@ -467,6 +506,28 @@ def delta_kernel(dtype: mx.Dtype, DV: int, gpu: str) -> Kernel:
         template=(("T", dtype), ("DV", DV), ("BQ", tile.rows)),
         gpu=gpu,
         threads=tile.threads,
+    )
+
+
+@cache
+def segment_blocks_kernel(gpu: str) -> Kernel:
+    """The text of ``segment_blocks``."""
+    outputs = IDS[2:]
+    return Kernel(
+        name="segment_blocks",
+        headers=("common", "tile", "segment_blocks"),
+        scratch=(),
+        arguments=(
+            "own_ids",
+            "other_ids",
+            *outputs,
+            *(f"sizes[{i}]" for i in range(4)),
+        ),
+        inputs=("own_ids", "other_ids", "sizes"),
+        outputs=outputs,
+        template=(),
+        gpu=gpu,
+        threads=32,
     )
 
 
@@ -662,17 +723,8 @@ def shared_input_names(variant: Variant) -> tuple[str, ...]:
     return "sizes", "numbers", *ids, *mask
 
 
-def shared_inputs(
-    problem: Problem, own_rows: int, other_rows: int, own: str
-) -> list[mx.array]:
-    """Numbers that change from call to call without a new compilation; the masks.
-
-    Args:
-        problem: The problem.
-        own_rows: Rows that a threadgroup owns.
-        other_rows: Rows of the blocks that it walks.
-        own: Whose rows a threadgroup owns, ``"q"`` or ``"k"``.
-    """
+def shared_inputs(problem: Problem, block_ids: list[mx.array]) -> list[mx.array]:
+    """Numbers that change from call to call without a new compilation; the masks."""
     (B, H, Tq, _), (_, HKV, Tk, _) = problem.q.shape, problem.k.shape
     options = problem.options
     # bounds beyond the score matrix mean the same at its edge, and fit in 32 bits
@@ -682,11 +734,8 @@ def shared_inputs(
         constant((H, HKV, Tq, Tk, low, high), mx.int32),
         constant((options.scale, softcap), mx.float32),
     ]
-    q_ids, k_ids = problem.q_segments, problem.k_segments
-    if q_ids is not None and k_ids is not None:
-        own_ids, other_ids = (q_ids, k_ids) if own == "q" else (k_ids, q_ids)
-        inputs += [flat(q_ids), flat(k_ids)]
-        inputs += block_ids(own_ids, own_rows) + block_ids(other_ids, other_rows)
+    if problem.q_segments is not None and problem.k_segments is not None:
+        inputs += [flat(problem.q_segments), flat(problem.k_segments), *block_ids]
     if problem.mask is not None:
         mask = mx.broadcast_to(problem.mask, (B, H, Tq, Tk))
         inputs.append(at_least_8(mask))
@@ -699,16 +748,6 @@ def gradient_inputs(
     """What the kernels of the backward read, in the order of GRADIENT_INPUTS."""
     arrays = problem.q, problem.k, problem.v, dout, lse2, delta
     return map(at_least_8, arrays)
-
-
-def block_ids(ids: mx.array, rows: int) -> list[mx.array]:
-    """Lowest and highest id of each block of rows of ``[B, T]`` ids, each flat."""
-    B, T = ids.shape
-    n = tiles.blocks(T, rows)
-    if n * rows > T:
-        ids = mx.pad(ids, [(0, 0), (0, n * rows - T)], mode="edge")
-    blocks = ids.reshape(B, n, rows)
-    return [flat(blocks.min(axis=2)), flat(blocks.max(axis=2))]
 
 
 @lru_cache(maxsize=256)
