@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_flash import flash_attention
@@ -33,6 +34,21 @@ def test_long_sequence_agrees_with_float64(gpu, case):
     # float32 sums thousands of terms; in 16 bits the rounding of the results dominates
     spacings = 64 if case.dtype == "float32" else 1
     assert errors(case)["mlx_flash"] <= spacings * SPACING[getattr(mx, case.dtype)]
+
+
+def test_rows_of_65536_keys_agree_with_float64(gpu):
+    T, D = 65536, 128
+    q, k, v, _ = Case("bfloat16", D, T, H=2, HKV=1).arrays()
+    out = flash_attention(q, k, v, causal=True)
+    k, v = (np.array(x[0, 0].astype(mx.float32), np.float64) for x in (k, v))
+    for head, row in ((0, 0), (1, 1), (0, 4095), (1, 32768), (0, T - 2), (1, T - 1)):
+        query = np.array(q[0, head, row].astype(mx.float32), np.float64)
+        s = k[: row + 1] @ query * D**-0.5
+        p = np.exp(s - s.max())
+        expected = p @ v[: row + 1] / p.sum()
+        error = np.array(out[0, head, row].astype(mx.float32)) - expected
+        relative = np.linalg.norm(error) / np.linalg.norm(expected)
+        assert relative <= SPACING[mx.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

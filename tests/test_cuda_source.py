@@ -86,7 +86,7 @@ def test_kernels_compile_for_cuda(tmp_path, case):
     kernel = replace(all_calls[0].kernel, headers=tuple(stems))
     text = PRELUDE + cuda_header(kernel)
     for index, call in enumerate(all_calls):
-        text += kernel_text(call, f"{call.kernel.name}_{index}")
+        text += kernel_text(call, f"kernel_{index}")
     (tmp_path / "kernels.cu").write_text(text, encoding="ascii")
     command = ["nvcc", f"-arch={architecture}", "-std=c++17", "-cubin", "-Xptxas", "-v"]
     result = subprocess.run(
@@ -100,7 +100,7 @@ def test_kernels_compile_for_cuda(tmp_path, case):
     used = {
         int(index): (int(registers), int(spills))
         for index, spills, registers in re.findall(
-            r"Function properties for \w*attention_[a-z]+_(\d+)\D.*?(\d+) bytes spill "
+            r"Function properties for \w*kernel_(\d+)\D.*?(\d+) bytes spill "
             r"stores.*?Used (\d+) registers",
             result.stderr,
             re.S,
