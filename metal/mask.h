@@ -55,11 +55,14 @@ inline void select_block(thread Segments& ids, int own_blocks, int other_blocks,
   ids.window = -32;
 }
 
-inline bool same_segment(NoSegments ids, Sizes n, int b, int q_row, int k_col) {
-  return true;
+// The id of a query and of a key. Outside the sequence nobody sees any.
+inline int q_id(NoSegments ids, Sizes n, int b, int q_row) { return 0; }
+inline int k_id(NoSegments ids, Sizes n, int b, int k_col) { return 0; }
+inline int q_id(Segments ids, Sizes n, int b, int q_row) {
+  return q_row < n.Tq ? ids.q_ids[long(b) * n.Tq + q_row] : 0;
 }
-inline bool same_segment(Segments ids, Sizes n, int b, int q_row, int k_col) {
-  return ids.q_ids[long(b) * n.Tq + q_row] == ids.k_ids[long(b) * n.Tk + k_col];
+inline int k_id(Segments ids, Sizes n, int b, int k_col) {
+  return k_col < n.Tk ? ids.k_ids[long(b) * n.Tk + k_col] : 0;
 }
 
 template <typename M>
@@ -81,11 +84,11 @@ inline bool array_shows(MaskArray<M> mask, int b, int h, int q_row, int k_col) {
 }
 
 template <typename Mask>
-inline bool visible(Mask mask, Sizes n, int b, int h, int q_row, int k_col) {
+inline bool visible(Mask mask, Sizes n, bool same_segment, int b, int h, int q_row,
+                    int k_col) {
   return q_row < n.Tq && k_col < n.Tk &&
          (!Mask::HAS_HIGH || k_col <= q_row + mask.high) &&
-         (!Mask::HAS_LOW || k_col >= q_row + mask.low) &&
-         same_segment(mask.ids, n, b, q_row, k_col) &&
+         (!Mask::HAS_LOW || k_col >= q_row + mask.low) && same_segment &&
          array_shows(mask.array, b, h, q_row, k_col);
 }
 
@@ -221,15 +224,26 @@ inline void add_array(thread AccTile<R, C>& s, MaskArray<M> mask, Sizes n, int b
 }
 
 // `value` where a query does not see a key. The rows of the tile are queries, or, if it
-// is TRANSPOSED, keys.
+// is TRANSPOSED, keys. The ids are loaded once for each row and column.
 template <bool TRANSPOSED, int R, int C, typename Mask>
 inline void hide(thread AccTile<R, C>& x, float value, Mask mask, Sizes n, int b, int h,
                  int q_first, int k_first, Worker at) {
+  int column_ids[2 * C];
+  UNROLL for (int j = 0; j < 2 * C; ++j) {
+    const int column = tile_col(at, j);
+    column_ids[j] = TRANSPOSED ? q_id(mask.ids, n, b, q_first + column)
+                               : k_id(mask.ids, n, b, k_first + column);
+  }
   UNROLL for (int i = 0; i < R; ++i) {
+    const int row = tile_row(at, i);
+    const int row_id = TRANSPOSED ? k_id(mask.ids, n, b, k_first + row)
+                                  : q_id(mask.ids, n, b, q_first + row);
     UNROLL for (int j = 0; j < 2 * C; ++j) {
-      const int q_row = q_first + (TRANSPOSED ? tile_col(at, j) : tile_row(at, i));
-      const int k_col = k_first + (TRANSPOSED ? tile_row(at, i) : tile_col(at, j));
-      if (!visible(mask, n, b, h, q_row, k_col)) x.set(i, j, value);
+      const int column = tile_col(at, j);
+      const int q_row = q_first + (TRANSPOSED ? column : row);
+      const int k_col = k_first + (TRANSPOSED ? row : column);
+      const bool same_segment = row_id == column_ids[j];
+      if (!visible(mask, n, same_segment, b, h, q_row, k_col)) x.set(i, j, value);
     }
   }
 }

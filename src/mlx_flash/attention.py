@@ -196,23 +196,15 @@ def attention_function(
             backend=backend_name,
             precise=precise,
         )
+    is_kernel = backend_name != "reference"
 
     @mx.custom_function
     def attention(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+        if is_kernel:
+            arrays = for_kernels(*arrays)
         return forward(**dict(zip(names, arrays, strict=True)))
 
-    can_be_mapped = backend_name == "reference"
-    if not can_be_mapped:
-        attention.vmap(vmap_of_a_kernel)
-
-    # Forward mode would give silent zeros on the host, too.
-    @attention.jvp
-    def forward_mode(*_: object) -> None:
-        raise NotImplementedError(
-            "[flash_attention] forward-mode differentiation (mx.jvp) is not "
-            "implemented; use mx.vjp or mx.grad, or "
-            "mx.fast.scaled_dot_product_attention"
-        )
+    attention.jvp(refuse_forward_mode)
 
     @attention.vjp
     def gradient(
@@ -225,8 +217,8 @@ def attention_function(
         with mx.stream(stream or mx.default_stream(mx.default_device())):
             if not return_lse:  # MLX would make zeros, by a kernel of its own
                 dlse = mx.broadcast_to(kernels.constant((0.0,), mx.float32), lse.shape)
-            if not can_be_mapped:  # the forward looked at the others
-                dout, dlse = not_mapped(dout, dlse)
+            if is_kernel:  # the forward looked at the others
+                dout, dlse = for_kernels(dout, dlse)
             gradients = backward(**given, out=out, lse=lse, dout=dout, dlse=dlse)
             # A bool mask and ids have no gradient, but MLX wants one per input.
             return tuple(
@@ -257,23 +249,34 @@ def second_order(*_: object) -> None:
     )
 
 
-def vmap_of_a_kernel(*_: object) -> None:
-    """Refuse, in words of this library and before MLX does."""
+def refuse_forward_mode(*_: object) -> None:
+    """Refuse: on the host, kernels would give silent zeros."""
+    raise NotImplementedError(
+        "[flash_attention] forward-mode differentiation (mx.jvp) is not implemented; "
+        "use mx.vjp or mx.grad, or mx.fast.scaled_dot_product_attention"
+    )
+
+
+def refuse_vmap(*_: object) -> None:
+    """Refuse."""
     raise NotImplementedError(
         "[flash_attention] mx.vmap of the kernels is not implemented; fold the mapped "
         "axes into B by a reshape, or use mlx_flash.use_backend('reference')"
     )
 
 
+# A transformation reaches the kernels before the operation that they are part of, and
+# MLX would refuse in words of its own.
 @mx.custom_function
 def guarded(*arrays: mx.array) -> tuple[mx.array, ...]:
     """The arrays themselves."""
     return arrays
 
 
-guarded.vmap(vmap_of_a_kernel)
+guarded.jvp(refuse_forward_mode)
+guarded.vmap(refuse_vmap)
 
 
-def not_mapped(*arrays: mx.array) -> tuple[mx.array, ...]:
-    """The arrays themselves, of which none may be mapped by ``mx.vmap``."""
+def for_kernels(*arrays: mx.array) -> tuple[mx.array, ...]:
+    """The arrays themselves, which ``mx.vmap`` and ``mx.jvp`` may not transform."""
     return cast("tuple[mx.array, ...]", guarded(*arrays))

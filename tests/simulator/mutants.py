@@ -200,7 +200,7 @@ def all_mutants() -> list[Mutant]:
             "band off by one", problems=WINDOWS),
         *at("mask", "? k_last - mask.low", "? k_last - mask.low + 1",
             "band off by one", problems=WINDOWS),
-        *at("mask", "+ q_row] == ids", "+ q_row] <= ids", "segments",
+        *at("mask", "row_id == column_ids[j]", "row_id <= column_ids[j]", "segments",
             problems=("segments",)),
         *at("mask", "k_ids[long(b) * n.Tk", "k_ids[long(b) * n.Tq", "segments",
             problems=("segments",)),

@@ -172,7 +172,7 @@ def test_segment_ids_are_read_from_a_far_batch():
     const Segments ids = {{a - {b}L * {Tq} - 20, a - {b}L * {Tk} - 40, a, a, 0, 0}};
     const Sizes n = {{1, 1, {Tq}, {Tk}}};
     for (int i = lane; i < 64; i += 32) {{
-      out[i] = same_segment(ids, n, b, 20 + i / 8, 40 + i % 8);
+      out[i] = q_id(ids, n, b, 20 + i / 8) == k_id(ids, n, b, 40 + i % 8);
     }}
     """
     ids = np.array([0, 0, 1, 2, 2, 2, 0, 1], np.int32)
