@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,16 +20,15 @@ from mlx_flash import kernels, reference, tiles
 from mlx_flash.backends import SIMULATOR_PACKAGES, backend, use_backend
 from mlx_flash.dispatch import native_attention
 from mlx_flash.options import Options
+from mlx_flash.versions import own_version
 
 # Largest error, relative to the largest value, that rounding may cause.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
-B, H, HKV, Tq, Tk = 1, 4, 2, 37, 70
-OWN = Tk - Tq  # query i is aligned with key i + OWN
 
 
 @dataclass(frozen=True)
 class Case:
-    """A small attention.
+    """An attention, small unless it says otherwise.
 
     Attributes:
         name: What is special about it.
@@ -38,6 +37,11 @@ class Case:
         Dv: Head dim of v.
         options: Its numbers.
         arrays: It has segments, an additive mask and sinks.
+        B: Batch.
+        H: Query heads.
+        HKV: Key/value heads.
+        Tq: Queries.
+        Tk: Keys.
     """
 
     name: str
@@ -46,8 +50,14 @@ class Case:
     Dv: int
     options: Options
     arrays: bool = False
+    B: int = 1
+    H: int = 4
+    HKV: int = 2
+    Tq: int = 37
+    Tk: int = 70
 
 
+OWN = Case.Tk - Case.Tq  # query i is aligned with key i + OWN
 # Together they need every kernel, dk and dv in one pass and in two, and every dtype.
 CASES = (
     Case("no mask, float32, D=64", mx.float32, 64, 64, Options(0.125)),
@@ -123,7 +133,7 @@ def description(where: str) -> dict[str, str]:
     }
     device = mx.device_info()
     return {
-        "mlx_flash": own_version(),
+        "mlx_flash": own_version() or f"not installed, in {Path(__file__).parent}",
         "MLX": version("mlx"),
         "Python": f"{platform.python_version()} on {platform.platform(terse=True)}",
         "device": f"{device.get('device_name', 'unknown')} ({mx.default_device()})",
@@ -131,14 +141,6 @@ def description(where: str) -> dict[str, str]:
         "kernels on": "nothing" if where == "reference" else where,
         "compiler": compilers.get(where, "none"),
     }
-
-
-def own_version() -> str:
-    """The version, or where an uninstalled checkout is."""
-    try:
-        return version("mlx-flash-attention")
-    except PackageNotFoundError:
-        return f"not installed, in {Path(__file__).parent}"
 
 
 def list_of_checks(where: str) -> list[Check]:
@@ -255,6 +257,7 @@ def inputs(case: Case) -> tuple[list[mx.array], dict[str, mx.array]]:
     def normal(*shape: int, dtype: mx.Dtype = case.dtype) -> mx.array:
         return mx.random.normal(shape, key=next(keys)).astype(dtype)
 
+    B, H, HKV, Tq, Tk = case.B, case.H, case.HKV, case.Tq, case.Tk
     arrays = [
         normal(B, H, Tq, case.D),
         normal(B, HKV, Tk, case.D),
@@ -266,7 +269,7 @@ def inputs(case: Case) -> tuple[list[mx.array], dict[str, mx.array]]:
         return arrays, {}
     return arrays, {
         "mask": normal(1, 1, Tq, Tk, dtype=mx.float32),
-        "q_segments": ((mx.arange(Tq) + OWN) // 30)[None],
+        "q_segments": ((mx.arange(Tq) + Tk - Tq) // 30)[None],
         "k_segments": (mx.arange(Tk) // 30)[None],
         "sinks": normal(H, dtype=mx.float32),
     }

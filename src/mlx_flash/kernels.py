@@ -275,16 +275,19 @@ def gpu_of(backend: str, precise: bool) -> str:
     return "cuda_precise" if precise else "cuda"
 
 
-def forward_call(problem: Problem) -> KernelCall:
-    """``attention_forward``: out ``[B, Tq, H, DV]`` and lse ``[B, H, Tq]``."""
+def forward_call(problem: Problem, *, tile: tiles.Tile | None = None) -> KernelCall:
+    """``attention_forward``: out ``[B, Tq, H, DV]`` and lse ``[B, H, Tq]``.
+
+    ``tile``, here and below: another one than the variant's.
+    """
     B, H, Tq, _ = problem.q.shape
     variant = problem.variant
-    tile = variant.tile("attention_forward")
+    tile = tile or variant.tile("attention_forward")
     inputs = [at_least_8(x) for x in (problem.q, problem.k, problem.v)]
     if problem.sinks is not None:
         inputs.append(flat(problem.sinks.astype(mx.float32)))
     return KernelCall(
-        kernel=forward_kernel(variant),
+        kernel=forward_kernel(variant, tile),
         inputs=[*inputs, *shared_inputs(problem, tile.rows, tile.block, own="q")],
         shapes=[(B, Tq, H, variant.DV), (B, H, Tq)],
         dtypes=[variant.dtype, mx.float32],
@@ -311,14 +314,19 @@ def delta_call(
 
 
 def dq_call(
-    problem: Problem, dout: mx.array, lse2: mx.array, delta: mx.array
+    problem: Problem,
+    dout: mx.array,
+    lse2: mx.array,
+    delta: mx.array,
+    *,
+    tile: tiles.Tile | None = None,
 ) -> KernelCall:
     """``attention_dq``: dq ``[B, Tq, H, D]``."""
     B, H, Tq, D = problem.q.shape
     variant = problem.variant
-    tile = variant.tile("attention_dq")
+    tile = tile or variant.tile("attention_dq")
     return KernelCall(
-        kernel=dq_kernel(variant),
+        kernel=dq_kernel(variant, tile),
         inputs=[
             *gradient_inputs(problem, dout, lse2, delta),
             *shared_inputs(problem, tile.rows, tile.block, own="q"),
@@ -335,6 +343,8 @@ def dkv_call(
     lse2: mx.array,
     delta: mx.array,
     kernel: str = "attention_dkv",
+    *,
+    tile: tiles.Tile | None = None,
 ) -> KernelCall:
     """``attention_dkv``: dk ``[B, Tk, HKV, D]`` and dv ``[B, Tk, HKV, DV]``.
 
@@ -343,10 +353,10 @@ def dkv_call(
     """
     B, HKV, Tk, D = problem.k.shape
     variant = problem.variant
-    tile = variant.tile(kernel)
+    tile = tile or variant.tile(kernel)
     shapes = {"dk": (B, Tk, HKV, D), "dv": (B, Tk, HKV, variant.DV)}
     return KernelCall(
-        kernel=dkv_kernel(variant, kernel),
+        kernel=dkv_kernel(variant, kernel, tile),
         inputs=[
             *gradient_inputs(problem, dout, lse2, delta),
             *shared_inputs(problem, tile.rows, tile.block, own="k"),
@@ -398,7 +408,7 @@ def dmask_call(
     dtype = mx.float32 if sums.q or sums.k else mask.dtype
     x = tiles.blocks(rows, tile.rows) * tiles.blocks(columns, tile.block)
     return KernelCall(
-        kernel=dmask_kernel(variant, sums, dtype),
+        kernel=dmask_kernel(variant, tile, sums, dtype),
         inputs=[
             *gradient_inputs(problem, dout, lse2, delta),
             constant((B,), mx.int32),
@@ -411,9 +421,8 @@ def dmask_call(
 
 
 @cache
-def forward_kernel(variant: Variant) -> Kernel:
+def forward_kernel(variant: Variant, tile: tiles.Tile) -> Kernel:
     """The text of ``attention_forward``."""
-    tile = variant.tile("attention_forward")
     sinks = ("sinks",) if variant.sinks else ()
     return Kernel(
         name="attention_forward",
@@ -471,9 +480,8 @@ def delta_kernel(dtype: mx.Dtype, DV: int, gpu: str) -> Kernel:
 
 
 @cache
-def dq_kernel(variant: Variant) -> Kernel:
+def dq_kernel(variant: Variant, tile: tiles.Tile) -> Kernel:
     """The text of ``attention_dq``."""
-    tile = variant.tile("attention_dq")
     return Kernel(
         name="attention_dq",
         headers=(*HEADERS, "attention_dq"),
@@ -502,9 +510,8 @@ def dq_kernel(variant: Variant) -> Kernel:
 
 
 @cache
-def dkv_kernel(variant: Variant, kernel: str) -> Kernel:
+def dkv_kernel(variant: Variant, kernel: str, tile: tiles.Tile) -> Kernel:
     """The text of ``attention_dkv`` with the outputs of a row of the tile table."""
-    tile = variant.tile(kernel)
     outputs = DKV_OUTPUTS[kernel]
     return Kernel(
         name="attention_dkv",
@@ -544,9 +551,10 @@ def dkv_kernel(variant: Variant, kernel: str) -> Kernel:
 
 
 @cache
-def dmask_kernel(variant: Variant, sums: MaskSums, dtype: mx.Dtype) -> Kernel:
+def dmask_kernel(
+    variant: Variant, tile: tiles.Tile, sums: MaskSums, dtype: mx.Dtype
+) -> Kernel:
     """The text of ``attention_dmask``."""
-    tile = variant.tile("attention_dq")
     return Kernel(
         name="attention_dmask",
         headers=(*HEADERS, "attention_dmask"),
