@@ -546,7 +546,7 @@ def report(tuning: Tuning) -> str:
     lines = [tuning.title]
     lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += [
-        f"out: {kernel}, {tile_text(trial.tile)}: {trial.fault}"
+        f"dropped: {kernel}, {tile_text(trial.tile)}: {trial.fault}"
         for kernel, choice in choices.items()
         for trial in choice.trials
         if trial.fault
