@@ -9,6 +9,7 @@ import pytest
 
 from mlx_flash import (
     backends,
+    doctor,
     flash_attention,
     kernels,
     launch,
@@ -267,7 +268,11 @@ def test_candidates_are_near_the_present_tile_and_fit(gpu, monkeypatch, D, dtype
             assert sum(a != b for a, b in pairs) <= 2
             assert tile.rows % (8 * tile.fragments) == 0
             assert tile.threads <= 1024
-            if gpu.name == "metal":
+            if gpu.name == "cuda":
+                used_bytes = launch.scratch_places(work.call(kernel, tile).kernel)[1]
+                assert used_bytes <= tiles.SHARED_BYTES_LIMIT
+            else:
+                assert tile.parts == 1 or not (tile.rows_in_tg or tile.second_in_tg)
                 assert tiles.fragment_registers(kernel, tile, *row[:2]) <= 72
                 assert tiles.threadgroup_bytes(kernel, tile, *row[:2]) <= 32768
 
@@ -296,6 +301,11 @@ def test_other_head_dims_and_tables_are_as_before(device):
     assert [tiles.tile("attention_dq", *row) for row in rows] == before
     assert tiles.tile("attention_dq", *ROW) == Tile(64, 8)
     assert tiles.tile("attention_dq", 64, 4) == Tile(64, 16)
+
+
+def test_doctor_names_the_file(device):
+    path = tiles.store_tuned_tiles(*ROW, "metal", stored_tiles())
+    assert doctor.description("metal")["tiles"] == f"tuned, {path}"
 
 
 def test_machine_without_a_gpu_has_no_tuned_tiles(monkeypatch):

@@ -6,7 +6,6 @@ import importlib.util
 import math
 import platform
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+from tqdm import tqdm
 
 from mlx_flash import kernels, reference, tiles
 from mlx_flash.backends import SIMULATOR_PACKAGES, backend, use_backend
@@ -97,12 +97,12 @@ def examine(name: str | None = None) -> int:
         print(f"{key:<12}{value}")
     failures = 0
     checks = list_of_checks(where)
-    for number, (label, check) in enumerate(checks):
-        progress(number, len(checks), label)
-        lines, failed = verdict(label, check)
-        progress(None, len(checks), "")
-        print("\n".join(lines), flush=True)
-        failures += failed
+    with tqdm(checks, unit="check", leave=False, disable=None) as bar:
+        for label, check in bar:
+            bar.set_description(label)
+            lines, failed = verdict(label, check)
+            bar.write("\n".join(lines))
+            failures += failed
     if where == "reference":
         print(
             "No kernel was checked: this machine has neither a GPU nor the simulator."
@@ -132,6 +132,7 @@ def description(where: str) -> dict[str, str]:
         "simulator": cpp_compiler() or "none",
     }
     device = mx.device_info()
+    tuned = tiles.tuned_tiles_file()
     return {
         "mlx_flash": own_version() or f"not installed, in {Path(__file__).parent}",
         "MLX": version("mlx"),
@@ -140,6 +141,7 @@ def description(where: str) -> dict[str, str]:
         "back end": backend(),
         "kernels on": "nothing" if where == "reference" else where,
         "compiler": compilers.get(where, "none"),
+        "tiles": f"tuned, {tuned}" if tuned and tuned.exists() else "of the tables",
     }
 
 
@@ -169,17 +171,6 @@ def verdict(label: str, check: Callable[[], Errors]) -> tuple[list[str], bool]:
         percent = f"error {error:.0%} of the tolerance"
         lines.append(f"{word:<8}{name:<20}{label:<36}{percent}")
     return lines, not all(error <= 1 for error in errors.values())
-
-
-def progress(done: int | None, total: int, label: str) -> None:
-    """Draw a progress bar on a terminal; ``None``: remove it."""
-    if not sys.stderr.isatty():
-        return
-    bar = ""
-    if done is not None:
-        filled = 24 * done // total
-        bar = f"[{'#' * filled}{'.' * (24 - filled)}] {done}/{total} {label}"
-    print(f"\r\033[K{bar}", end="", file=sys.stderr, flush=True)
 
 
 def lane_map_errors(where: str) -> Errors:

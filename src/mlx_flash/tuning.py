@@ -342,6 +342,7 @@ def candidates(kernel: str, bench: Bench) -> list[Tile]:
         sizes = sizes | {"second_in_tg": (False,)}
 
     def distance(tile: Tile) -> tuple[int, float]:
+        """Attributes that differ, and how often they double; flags count as 1 and 2."""
         pairs = zip(asdict(tile).values(), asdict(present).values(), strict=True)
         changed = [(a, b) for a, b in pairs if a != b]
         return len(changed), sum(abs(math.log2((a + 1) / (b + 1))) for a, b in changed)
