@@ -37,11 +37,22 @@ def main(arguments: list[str] | None = None) -> int:
         "and defaults are those of mlx_flash.tune. Exit status: 0, or 1 if nothing "
         "was stored.",
     )
-    for name in ("B", "H", "HKV", "T", "D", "Dv", "window"):
-        tuner.add_argument(f"--{name}", type=int)
+    numbers = {
+        "B": "batch",
+        "H": "query heads",
+        "HKV": "key/value heads",
+        "T": "queries, and keys",
+        "D": "head dim of q and k",
+        "Dv": "head dim of v",
+        "window": "keys that a query sees, with --causal",
+    }
+    for name, meaning in numbers.items():
+        tuner.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
     tuner.add_argument("--dtype", choices=("float32", "float16", "bfloat16"))
     tuner.add_argument("--causal", action="store_true")
-    tuner.add_argument("--precise", action="store_true")
+    tuner.add_argument(
+        "--precise", action="store_true", help="float32 on CUDA without TF32"
+    )
     tuner.add_argument(
         "--report", action="store_true", help="print what was chosen and why"
     )

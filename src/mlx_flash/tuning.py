@@ -547,7 +547,7 @@ def report(tuning: Tuning) -> str:
     lines = [tuning.title]
     lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += [
-        f"dropped: {kernel}, {tile_text(trial.tile)}: {trial.fault}"
+        f"dropped: {kernel}, {tile_text(trial.tile)}: {trial.fault.splitlines()[0]}"
         for kernel, choice in choices.items()
         for trial in choice.trials
         if trial.fault
