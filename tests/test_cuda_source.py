@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 from instances import DTYPES, EVERYTHING, calls, problem
+from mlx_flash import tiles
 from mlx_flash.kernel_files import read_header
 from mlx_flash.launch import KernelCall, cuda_header, cuda_source, scratch_places
 
@@ -20,7 +21,6 @@ ELEMENTS = {
     mx.int32: "int",
     mx.bool_: "bool",
 }
-SHARED_BYTES_LIMIT = 227 * 1024
 REGISTERS = 65536  # of a multiprocessor; a launch that needs more fails
 
 # What MLX puts before a kernel. Its compiler takes functions for device functions; nvcc
@@ -121,7 +121,7 @@ def test_kernels_compile_for_cuda(tmp_path, case):
 @pytest.mark.parametrize("D", [1, 16, 40, 64, 96, 128, 160, 192, 256], ids="D{}".format)
 def test_threadgroup_memory_fits_a_hopper_multiprocessor(D, dtype):
     for call in calls(problem(D, D, dtype, gpu="cuda", **EVERYTHING)):
-        assert scratch_places(call.kernel)[1] <= SHARED_BYTES_LIMIT
+        assert scratch_places(call.kernel)[1] <= tiles.SHARED_BYTES_LIMIT
 
 
 def test_tile_headers_declare_the_same_constants():

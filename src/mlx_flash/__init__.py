@@ -7,6 +7,7 @@ from mlx_flash.backends import backend, use_backend
 from mlx_flash.dispatch import scaled_dot_product_attention
 from mlx_flash.patching import patch
 from mlx_flash.segments import segment_ids_from_cu_seqlens
+from mlx_flash.tuning import tune
 
 __all__ = [
     "backend",
@@ -15,5 +16,6 @@ __all__ = [
     "patch",
     "scaled_dot_product_attention",
     "segment_ids_from_cu_seqlens",
+    "tune",
     "use_backend",
 ]

@@ -8,7 +8,7 @@ from types import TracebackType
 import mlx.core as mx
 
 NAMES = ("metal", "cuda", "simulator", "reference")
-SIMULATOR_PACKAGES = ("platformdirs", "elftools", "clang")
+SIMULATOR_PACKAGES = ("elftools", "clang")
 
 _selected: str | None = None
 

@@ -6,30 +6,29 @@ import importlib.util
 import math
 import platform
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+from tqdm import tqdm
 
 from mlx_flash import kernels, reference, tiles
 from mlx_flash.backends import SIMULATOR_PACKAGES, backend, use_backend
 from mlx_flash.dispatch import native_attention
 from mlx_flash.options import Options
+from mlx_flash.versions import own_version
 
 # Largest error, relative to the largest value, that rounding may cause.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
-B, H, HKV, Tq, Tk = 1, 4, 2, 37, 70
-OWN = Tk - Tq  # query i is aligned with key i + OWN
 
 
 @dataclass(frozen=True)
 class Case:
-    """A small attention.
+    """An attention, small unless it says otherwise.
 
     Attributes:
         name: What is special about it.
@@ -38,6 +37,11 @@ class Case:
         Dv: Head dim of v.
         options: Its numbers.
         arrays: It has segments, an additive mask and sinks.
+        B: Batch.
+        H: Query heads.
+        HKV: Key/value heads.
+        Tq: Queries.
+        Tk: Keys.
     """
 
     name: str
@@ -46,8 +50,14 @@ class Case:
     Dv: int
     options: Options
     arrays: bool = False
+    B: int = 1
+    H: int = 4
+    HKV: int = 2
+    Tq: int = 37
+    Tk: int = 70
 
 
+OWN = Case.Tk - Case.Tq  # query i is aligned with key i + OWN
 # Together they need every kernel, dk and dv in one pass and in two, and every dtype.
 CASES = (
     Case("no mask, float32, D=64", mx.float32, 64, 64, Options(0.125)),
@@ -87,12 +97,12 @@ def examine(name: str | None = None) -> int:
         print(f"{key:<12}{value}")
     failures = 0
     checks = list_of_checks(where)
-    for number, (label, check) in enumerate(checks):
-        progress(number, len(checks), label)
-        lines, failed = verdict(label, check)
-        progress(None, len(checks), "")
-        print("\n".join(lines), flush=True)
-        failures += failed
+    with tqdm(checks, unit="check", leave=False, disable=None, mininterval=0) as bar:
+        for label, check in bar:
+            bar.set_description(label)
+            lines, failed = verdict(label, check)
+            bar.write("\n".join(lines))
+            failures += failed
     if where == "reference":
         print(
             "No kernel was checked: this machine has neither a GPU nor the simulator."
@@ -122,23 +132,17 @@ def description(where: str) -> dict[str, str]:
         "simulator": cpp_compiler() or "none",
     }
     device = mx.device_info()
+    tuned = tiles.tuned_tiles_file()
     return {
-        "mlx_flash": own_version(),
+        "mlx_flash": own_version() or f"not installed, in {Path(__file__).parent}",
         "MLX": version("mlx"),
         "Python": f"{platform.python_version()} on {platform.platform(terse=True)}",
         "device": f"{device.get('device_name', 'unknown')} ({mx.default_device()})",
         "back end": backend(),
         "kernels on": "nothing" if where == "reference" else where,
         "compiler": compilers.get(where, "none"),
+        "tiles": f"tuned, {tuned}" if tuned and tuned.exists() else "of the tables",
     }
-
-
-def own_version() -> str:
-    """The version, or where an uninstalled checkout is."""
-    try:
-        return version("mlx-flash-attention")
-    except PackageNotFoundError:
-        return f"not installed, in {Path(__file__).parent}"
 
 
 def list_of_checks(where: str) -> list[Check]:
@@ -167,17 +171,6 @@ def verdict(label: str, check: Callable[[], Errors]) -> tuple[list[str], bool]:
         percent = f"error {error:.0%} of the tolerance"
         lines.append(f"{word:<8}{name:<20}{label:<36}{percent}")
     return lines, not all(error <= 1 for error in errors.values())
-
-
-def progress(done: int | None, total: int, label: str) -> None:
-    """Draw a progress bar on a terminal; ``None``: remove it."""
-    if not sys.stderr.isatty():
-        return
-    bar = ""
-    if done is not None:
-        filled = 24 * done // total
-        bar = f"[{'#' * filled}{'.' * (24 - filled)}] {done}/{total} {label}"
-    print(f"\r\033[K{bar}", end="", file=sys.stderr, flush=True)
 
 
 def lane_map_errors(where: str) -> Errors:
@@ -255,6 +248,7 @@ def inputs(case: Case) -> tuple[list[mx.array], dict[str, mx.array]]:
     def normal(*shape: int, dtype: mx.Dtype = case.dtype) -> mx.array:
         return mx.random.normal(shape, key=next(keys)).astype(dtype)
 
+    B, H, HKV, Tq, Tk = case.B, case.H, case.HKV, case.Tq, case.Tk
     arrays = [
         normal(B, H, Tq, case.D),
         normal(B, HKV, Tk, case.D),
@@ -266,7 +260,7 @@ def inputs(case: Case) -> tuple[list[mx.array], dict[str, mx.array]]:
         return arrays, {}
     return arrays, {
         "mask": normal(1, 1, Tq, Tk, dtype=mx.float32),
-        "q_segments": ((mx.arange(Tq) + OWN) // 30)[None],
+        "q_segments": ((mx.arange(Tq) + Tk - Tq) // 30)[None],
         "k_segments": (mx.arange(Tk) // 30)[None],
         "sinks": normal(H, dtype=mx.float32),
     }

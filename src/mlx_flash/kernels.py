@@ -279,20 +279,27 @@ def gpu_of(backend: str, precise: bool) -> str:
     return "cuda_precise" if precise else "cuda"
 
 
-def block_ids(problem: Problem, kernel: str, backend: str) -> list[mx.array]:
-    """What ``segment_blocks`` tells a kernel; nothing where there are no segments."""
-    call = segment_blocks_call(problem, kernel)
+def block_ids(
+    problem: Problem, kernel: str, backend: str, *, tile: tiles.Tile | None = None
+) -> list[mx.array]:
+    """What ``segment_blocks`` tells a kernel; nothing where there are no segments.
+
+    ``tile``, here and below: another one than the variant's.
+    """
+    call = segment_blocks_call(problem, kernel, tile=tile)
     return [] if call is None else run(call, backend)
 
 
-def segment_blocks_call(problem: Problem, kernel: str) -> KernelCall | None:
+def segment_blocks_call(
+    problem: Problem, kernel: str, *, tile: tiles.Tile | None = None
+) -> KernelCall | None:
     """``segment_blocks`` for a kernel: lowest and highest id of each block, flat."""
     own_ids, other_ids = problem.q_segments, problem.k_segments
     if own_ids is None or other_ids is None:
         return None
     if kernel in DKV_OUTPUTS:
         own_ids, other_ids = other_ids, own_ids
-    tile = problem.variant.tile(kernel)
+    tile = tile or problem.variant.tile(kernel)
     (B, own_length), (_, other_length) = own_ids.shape, other_ids.shape
     own_blocks = tiles.blocks(own_length, tile.rows)
     other_blocks = tiles.blocks(other_length, tile.block)
@@ -308,16 +315,18 @@ def segment_blocks_call(problem: Problem, kernel: str) -> KernelCall | None:
     )
 
 
-def forward_call(problem: Problem, block_ids: list[mx.array]) -> KernelCall:
+def forward_call(
+    problem: Problem, block_ids: list[mx.array], *, tile: tiles.Tile | None = None
+) -> KernelCall:
     """``attention_forward``: out ``[B, Tq, H, DV]`` and lse ``[B, H, Tq]``."""
     B, H, Tq, _ = problem.q.shape
     variant = problem.variant
-    tile = variant.tile("attention_forward")
+    tile = tile or variant.tile("attention_forward")
     inputs = [at_least_8(x) for x in (problem.q, problem.k, problem.v)]
     if problem.sinks is not None:
         inputs.append(flat(problem.sinks.astype(mx.float32)))
     return KernelCall(
-        kernel=forward_kernel(variant),
+        kernel=forward_kernel(variant, tile),
         inputs=[*inputs, *shared_inputs(problem, block_ids)],
         shapes=[(B, Tq, H, variant.DV), (B, H, Tq)],
         dtypes=[variant.dtype, mx.float32],
@@ -349,13 +358,15 @@ def dq_call(
     dout: mx.array,
     lse2: mx.array,
     delta: mx.array,
+    *,
+    tile: tiles.Tile | None = None,
 ) -> KernelCall:
     """``attention_dq``: dq ``[B, Tq, H, D]``."""
     B, H, Tq, D = problem.q.shape
     variant = problem.variant
-    tile = variant.tile("attention_dq")
+    tile = tile or variant.tile("attention_dq")
     return KernelCall(
-        kernel=dq_kernel(variant),
+        kernel=dq_kernel(variant, tile),
         inputs=[
             *gradient_inputs(problem, dout, lse2, delta),
             *shared_inputs(problem, block_ids),
@@ -373,6 +384,8 @@ def dkv_call(
     lse2: mx.array,
     delta: mx.array,
     kernel: str = "attention_dkv",
+    *,
+    tile: tiles.Tile | None = None,
 ) -> KernelCall:
     """``attention_dkv``: dk ``[B, Tk, HKV, D]`` and dv ``[B, Tk, HKV, DV]``.
 
@@ -381,10 +394,10 @@ def dkv_call(
     """
     B, HKV, Tk, D = problem.k.shape
     variant = problem.variant
-    tile = variant.tile(kernel)
+    tile = tile or variant.tile(kernel)
     shapes = {"dk": (B, Tk, HKV, D), "dv": (B, Tk, HKV, variant.DV)}
     return KernelCall(
-        kernel=dkv_kernel(variant, kernel),
+        kernel=dkv_kernel(variant, kernel, tile),
         inputs=[
             *gradient_inputs(problem, dout, lse2, delta),
             *shared_inputs(problem, block_ids),
@@ -437,7 +450,7 @@ def dmask_call(
     dtype = mx.float32 if sums.q or sums.k else mask.dtype
     x = tiles.blocks(rows, tile.rows) * tiles.blocks(columns, tile.block)
     return KernelCall(
-        kernel=dmask_kernel(variant, sums, dtype),
+        kernel=dmask_kernel(variant, tile, sums, dtype),
         inputs=[
             *gradient_inputs(problem, dout, lse2, delta),
             constant((B,), mx.int32),
@@ -450,9 +463,8 @@ def dmask_call(
 
 
 @cache
-def forward_kernel(variant: Variant) -> Kernel:
+def forward_kernel(variant: Variant, tile: tiles.Tile) -> Kernel:
     """The text of ``attention_forward``."""
-    tile = variant.tile("attention_forward")
     sinks = ("sinks",) if variant.sinks else ()
     return Kernel(
         name="attention_forward",
@@ -532,9 +544,8 @@ def segment_blocks_kernel(gpu: str) -> Kernel:
 
 
 @cache
-def dq_kernel(variant: Variant) -> Kernel:
+def dq_kernel(variant: Variant, tile: tiles.Tile) -> Kernel:
     """The text of ``attention_dq``."""
-    tile = variant.tile("attention_dq")
     return Kernel(
         name="attention_dq",
         headers=(*HEADERS, "attention_dq"),
@@ -563,9 +574,8 @@ def dq_kernel(variant: Variant) -> Kernel:
 
 
 @cache
-def dkv_kernel(variant: Variant, kernel: str) -> Kernel:
+def dkv_kernel(variant: Variant, kernel: str, tile: tiles.Tile) -> Kernel:
     """The text of ``attention_dkv`` with the outputs of a row of the tile table."""
-    tile = variant.tile(kernel)
     outputs = DKV_OUTPUTS[kernel]
     return Kernel(
         name="attention_dkv",
@@ -605,9 +615,10 @@ def dkv_kernel(variant: Variant, kernel: str) -> Kernel:
 
 
 @cache
-def dmask_kernel(variant: Variant, sums: MaskSums, dtype: mx.Dtype) -> Kernel:
+def dmask_kernel(
+    variant: Variant, tile: tiles.Tile, sums: MaskSums, dtype: mx.Dtype
+) -> Kernel:
     """The text of ``attention_dmask``."""
-    tile = variant.tile("attention_dq")
     return Kernel(
         name="attention_dmask",
         headers=(*HEADERS, "attention_dmask"),

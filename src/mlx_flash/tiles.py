@@ -5,16 +5,33 @@ The ground of every row for Metal is the cost model for Apple GPUs: few live reg
 spills), two barriers a block, several threadgroups resident. All of it is modelled, not
 yet measured on Apple hardware. The rows for CUDA were chosen by measurement on an H200
 (benchmarks/results).
+
+Rows that mlx_flash.tune() measured on this machine's GPU come before the tables. They
+are for exactly one head dim, lie in a file of the user's cache folder, and are read
+once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_flash.cache import CACHE_FOLDER
+from mlx_flash.versions import MLX, own_version
 
 LARGEST_HEAD_DIM = 256
 REGISTERS_LIMIT = 72
 THREADGROUP_BYTES_LIMIT = 32768
+SHARED_BYTES_LIMIT = 227 * 1024  # the same on Hopper, which has the most
+THREADS_LIMIT = 1024  # of a threadgroup
 
 
 @dataclass(frozen=True)
@@ -147,13 +164,23 @@ TABLES = {"metal": TABLE, "cuda": CUDA_TABLE, "cuda_precise": CUDA_PRECISE_TABLE
 SLOTS = {"metal": 1, "cuda": 2, "cuda_precise": 2}
 
 
+# The kernels of a head dim: these, and dk and dv in one pass or in two.
+ALWAYS = ("attention_forward", "attention_dq")
+ONE_PASS = ("attention_dkv",)
+TWO_PASSES = ("attention_dk", "attention_dv")
+
+
 @cache
 def tile(kernel: str, D: int, element_bytes: int, gpu: str = "metal") -> Tile:
-    """The table's row for a kernel.
+    """The tuned row for a kernel, if there is one, else the table's.
 
     Raises:
         KeyError: The table has no row for this head dim.
+        RuntimeError: The file of tuned tiles is damaged.
     """
+    tuned = tuned_tiles(D, element_bytes, gpu)
+    if kernel in tuned:
+        return tuned[kernel]
     widths = sorted(
         width
         for name, width, size in TABLES[gpu]
@@ -167,10 +194,122 @@ def tile(kernel: str, D: int, element_bytes: int, gpu: str = "metal") -> Tile:
 @cache
 def fuses_dk_and_dv(D: int, element_bytes: int, gpu: str = "metal") -> bool:
     """Whether one attention_dkv launch gives both dk and dv."""
+    tuned = tuned_tiles(D, element_bytes, gpu)
+    if tuned:
+        return "attention_dkv" in tuned
     return any(
         name == "attention_dkv" and width >= D and size == element_bytes
         for name, width, size in TABLES[gpu]
     )
+
+
+Tuned = dict[tuple[str, int, int], dict[str, Tile]]  # by gpu, D and element_bytes
+TUNED_FOLDER = CACHE_FOLDER / "tiles"
+
+
+def tuned_tiles(D: int, element_bytes: int, gpu: str) -> Mapping[str, Tile]:
+    """The tuned tiles of a head dim by kernel: of all its kernels, or of none.
+
+    A file holds rows for the tables of its own device only, so the simulator, whose
+    table is Metal's, has the tuned tiles of a Mac and no others.
+    """
+    return all_tuned_tiles().get((gpu, D, element_bytes), {})
+
+
+@cache
+def all_tuned_tiles() -> Tuned:
+    """What :func:`mlx_flash.tune` stored for this machine's GPU."""
+    path = tuned_tiles_file()
+    return {} if path is None else read_tuned_tiles(path)
+
+
+def tuned_tiles_file() -> Path | None:
+    """One file for each device, version of this library and version of MLX.
+
+    None: the machine has no GPU.
+    """
+    if not (mx.metal.is_available() or mx.cuda.is_available()):
+        return None
+    version = own_version() or "checkout"
+    name = f"{gpu_name()} mlx_flash {version} mlx {MLX}"
+    return TUNED_FOLDER / (re.sub(r"[^\w.]+", "-", name) + ".json")
+
+
+def gpu_name() -> str:
+    """The device's own name."""
+    return str(mx.device_info(mx.gpu)["device_name"])
+
+
+def read_tuned_tiles(path: Path) -> Tuned:
+    """The contents of a file; none if there is no file.
+
+    Raises:
+        RuntimeError: The file is damaged.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            (row["gpu"], row["D"], row["element_bytes"]): checked_kernels(
+                row["kernels"]
+            )
+            for row in document["tiles"]
+        }
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise RuntimeError(
+            f"[flash_attention] the file of tuned tiles is damaged ({problem!r}); "
+            f"delete {path}, and tune again if you like: python -m mlx_flash tune"
+        ) from problem
+
+
+def checked_kernels(kernels: dict[str, dict[str, Any]]) -> dict[str, Tile]:
+    """The tiles of a head dim as a file has them.
+
+    Raises:
+        ValueError, KeyError, TypeError: They are no tiles.
+    """
+    if set(kernels) not in ({*ALWAYS, *ONE_PASS}, {*ALWAYS, *TWO_PASSES}):
+        raise ValueError(f"kernels {sorted(kernels)}")
+    for numbers in kernels.values():
+        for name, example in asdict(Tile(8, 8)).items():
+            if type(numbers[name]) is not type(example):
+                raise TypeError(f"{name} is {numbers[name]!r}")
+    return {kernel: Tile(**numbers) for kernel, numbers in kernels.items()}
+
+
+def store_tuned_tiles(
+    D: int, element_bytes: int, gpu: str, kernels: Mapping[str, Tile]
+) -> Path:
+    """Add a head dim to the file; this process uses it from here on.
+
+    The new file is renamed into place, so that nobody ever reads half of one.
+    """
+    path = tuned_tiles_file()
+    assert path is not None, "a GPU was measured"
+    tuned = read_tuned_tiles(path) | {(gpu, D, element_bytes): dict(kernels)}
+    document = {
+        "device": gpu_name(),
+        "mlx_flash": own_version(),
+        "mlx": MLX,
+        "tiles": [
+            {
+                "gpu": gpu,
+                "D": D,
+                "element_bytes": element_bytes,
+                "kernels": {kernel: asdict(tile) for kernel, tile in of_row.items()},
+            }
+            for (gpu, D, element_bytes), of_row in sorted(tuned.items())
+        ],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        written = Path(folder, path.name)
+        written.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        written.replace(path)
+    for cached in (all_tuned_tiles, tile, fuses_dk_and_dv):
+        cached.cache_clear()
+    return path
 
 
 def blocks(length: int, block: int) -> int:
@@ -205,7 +344,8 @@ def fragment_registers(kernel: str, t: Tile, D: int, element_bytes: int) -> int:
     narrow = t.fragments * t.block // 8
     first = 0 if t.rows_in_tg else wide * operand
     one_product = first + 2 * wide + 2 * narrow + operand * narrow
-    second_product = wide * operand + 2 * narrow
+    second = 0 if t.second_in_tg else wide * operand
+    second_product = second + 2 * narrow
     loaded = 2
     if kernel in ("attention_forward", "attention_dv"):
         return one_product + loaded

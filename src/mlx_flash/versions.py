@@ -1,12 +1,21 @@
-"""The oldest MLX that this library works with."""
+"""The versions of this library and of MLX, and the oldest MLX that it works with."""
 
 from __future__ import annotations
 
 import re
+from importlib import metadata
 
 import mlx.core as mx
 
 OLDEST_MLX = (0, 32, 0)
+
+
+def own_version() -> str | None:
+    """The version of this library; None: it is a checkout that is not installed."""
+    try:
+        return metadata.version("mlx-flash-attention")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def version_numbers(version: str) -> tuple[int, ...]:

@@ -14,8 +14,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import platformdirs
-
+from mlx_flash.cache import CACHE_FOLDER
 from mlx_flash.simulator.errors import SimulatorError
 
 INCLUDE = Path(__file__).resolve().parent / "include"
@@ -53,7 +52,7 @@ BUILDS: dict[str, tuple[str, ...]] = {
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept between runs."""
-    return Path(platformdirs.user_cache_dir("mlx_flash", appauthor=False)) / "simulator"
+    return CACHE_FOLDER / "simulator"
 
 
 @cache
