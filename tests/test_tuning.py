@@ -153,6 +153,19 @@ def test_tile_that_does_not_work_is_dropped_though_the_fastest(gpu, fault):
     assert words.get(fault, "wrong") in line
 
 
+def test_tile_of_dq_must_serve_the_gradient_of_a_mask(gpu):
+    bad = half_block(gpu.present("attention_dq"))
+
+    def results(kernel, tile, work):
+        wrong = (kernel, tile) == ("attention_dmask", bad)
+        return [x * (1.5 if wrong else 1.0) for x in work.wanted[kernel]]
+
+    gpu.results = results
+    gpu.seconds = lambda kernel, tile: 0.5 if tile == bad else 1.0
+    found = tuning.tune(**SHAPE)
+    assert found.choices["attention_dq"].best.tile == gpu.present("attention_dq")
+
+
 def test_kernel_without_a_tile_that_works_is_an_error(gpu):
     def results(kernel, tile, work):
         if kernel == "attention_dq":
@@ -224,6 +237,7 @@ def test_back_end_without_a_gpu_is_refused(monkeypatch, name):
     ("change", "error", "words"),
     [
         ({"H": 0}, ValueError, r"\[tune\] every size must be .* H=0"),
+        ({"HKV": 0}, ValueError, r"\[tune\] every size must be .* HKV=0"),
         ({"H": 3, "HKV": 2}, ValueError, "must divide the heads of q"),
         ({"dtype": mx.int32}, ValueError, "float32, float16 or bfloat16"),
         ({"window": 4}, ValueError, "needs causal=True"),

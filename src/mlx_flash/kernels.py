@@ -434,6 +434,7 @@ def dmask_call(
     delta: mx.array,
     *,
     sums: MaskSums,
+    tile: tiles.Tile | None = None,
 ) -> KernelCall:
     """``attention_dmask``: the mask's gradient.
 
@@ -444,7 +445,7 @@ def dmask_call(
     Tk, mask = problem.k.shape[2], problem.mask
     assert mask is not None
     variant = problem.variant
-    tile = variant.tile("attention_dq")
+    tile = tile or variant.tile("attention_dq")
     heads = (1 if sums.b else B), (1 if sums.h else H)
     rows, columns = (tile.rows if sums.q else Tq), (tile.block if sums.k else Tk)
     dtype = mx.float32 if sums.q or sums.k else mask.dtype

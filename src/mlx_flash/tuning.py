@@ -45,7 +45,7 @@ CUDA_SIZES: dict[str, tuple[Any, ...]] = {
     "parts": (1,),
 }
 # Candidates of a kernel: NVRTC compiles each for seconds.
-METAL_CANDIDATES, CUDA_CANDIDATES = 24, 8
+METAL_CANDIDATES, CUDA_CANDIDATES = 24, 7
 # Whose tile the candidates are near to where a table has none: of the same products.
 LIKE = {
     "attention_dk": "attention_dq",
@@ -132,6 +132,10 @@ class Work:
         if kernel == "attention_forward":
             return kernels.forward_call(self.problem, ids, tile=tile)
         rows = self.dout, self.lse2, self.delta
+        if kernel == "attention_dmask":
+            assert self.problem.mask is not None
+            sums = kernels.sums_of(self.problem.mask)
+            return kernels.dmask_call(self.problem, *rows, sums=sums, tile=tile)
         if kernel == "attention_dq":
             return kernels.dq_call(self.problem, ids, *rows, tile=tile)
         return kernels.dkv_call(self.problem, ids, *rows, kernel, tile=tile)
@@ -146,7 +150,7 @@ class Bench:
         gpu: Its table of tiles.
         timed: The shape that is tuned for.
         small: The same texts of kernels on a few ragged blocks, to check the results.
-        featured: Texts that need more registers, likewise: a tile serves every call.
+        featured: Texts that need more registers, likewise: a tile serves all calls.
     """
 
     where: str
@@ -206,7 +210,8 @@ def tune(
         NotImplementedError: No kernel has these head dims.
         RuntimeError: No tile of a kernel works, or the file of tuned tiles is damaged.
     """
-    sizes = {"B": B, "H": H, "HKV": HKV or H, "T": T, "D": D, "Dv": Dv or D}
+    HKV, Dv = H if HKV is None else HKV, D if Dv is None else Dv
+    sizes = {"B": B, "H": H, "HKV": HKV, "T": T, "D": D, "Dv": Dv}
     if min(sizes.values()) < 1:
         words = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(f"[tune] every size must be at least 1, got {words}")
@@ -223,11 +228,11 @@ def tune(
         "timed",
         dtype,
         D,
-        sizes["Dv"],
+        Dv,
         make_options(D, T, T, scale=None, causal=causal, window=window, softcap=None),
         B=B,
         H=H,
-        HKV=sizes["HKV"],
+        HKV=HKV,
         Tq=T,
         Tk=T,
     )
@@ -315,6 +320,8 @@ def work_of(case: doctor.Case, where: str, gpu: str, device: mx.Device) -> Work:
         "attention_dk": [dk],
         "attention_dv": [dv],
     }
+    if "mask" in gradients:
+        wanted["attention_dmask"] = [gradients["mask"]]
     problem = Problem(*arrays, options=case.options, **others, gpu=gpu)
     return Work(problem, dout, lse2, delta, wanted)
 
@@ -400,12 +407,10 @@ def choice_of(
         trials[tile] = Trial(tile, milliseconds)
     present = trials[tried[0]]
     for trial in in_order([trials[tile] for tile in right], present):
-        with_features = fault(kernel, trial.tile, bench.featured, bench)
-        if not with_features:
+        found = fault_with_features(kernel, trial.tile, bench)
+        if not found:
             return Choice(present, trial, tuple(trials.values()))
-        trials[trial.tile] = Trial(
-            trial.tile, fault=f"with other features: {with_features}"
-        )
+        trials[trial.tile] = Trial(trial.tile, fault=f"with other features: {found}")
     present = trials[tried[0]]
     return Choice(present, present, tuple(trials.values()))
 
@@ -416,6 +421,14 @@ def in_order(trials: list[Trial], present: Trial) -> list[Trial]:
     if trials and present.milliseconds <= TIE * trials[0].milliseconds:
         trials = [present, *(trial for trial in trials if trial is not present)]
     return trials
+
+
+def fault_with_features(kernel: str, tile: Tile, bench: Bench) -> str:
+    """What is wrong with a tile in calls with other features."""
+    found = fault(kernel, tile, bench.featured, bench)
+    if kernel == "attention_dq" and "attention_dmask" in bench.featured.wanted:
+        found = found or fault("attention_dmask", tile, bench.featured, bench)
+    return found
 
 
 def fault(kernel: str, tile: Tile, work: Work, bench: Bench) -> str:
