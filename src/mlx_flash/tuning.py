@@ -135,7 +135,7 @@ class Work:
         if kernel == "attention_dmask":
             assert self.problem.mask is not None
             sums = kernels.sums_of(self.problem.mask)
-            return kernels.dmask_call(self.problem, *rows, sums=sums, tile=tile)
+            return kernels.dmask_call(self.problem, ids, *rows, sums=sums, tile=tile)
         if kernel == "attention_dq":
             return kernels.dq_call(self.problem, ids, *rows, tile=tile)
         return kernels.dkv_call(self.problem, ids, *rows, kernel, tile=tile)
