@@ -228,21 +228,21 @@ inline void add_array(thread AccTile<R, C>& s, MaskArray<M> mask, Sizes n, int b
 template <bool TRANSPOSED, int R, int C, typename Mask>
 inline void hide(thread AccTile<R, C>& x, float value, Mask mask, Sizes n, int b, int h,
                  int q_first, int k_first, Worker at) {
-  int column_ids[2 * C];
-  UNROLL for (int j = 0; j < 2 * C; ++j) {
-    const int column = tile_col(at, j);
-    column_ids[j] = TRANSPOSED ? q_id(mask.ids, n, b, q_first + column)
-                               : k_id(mask.ids, n, b, k_first + column);
-  }
+  int row_ids[R];
   UNROLL for (int i = 0; i < R; ++i) {
     const int row = tile_row(at, i);
-    const int row_id = TRANSPOSED ? k_id(mask.ids, n, b, k_first + row)
-                                  : q_id(mask.ids, n, b, q_first + row);
-    UNROLL for (int j = 0; j < 2 * C; ++j) {
-      const int column = tile_col(at, j);
+    row_ids[i] = TRANSPOSED ? k_id(mask.ids, n, b, k_first + row)
+                            : q_id(mask.ids, n, b, q_first + row);
+  }
+  UNROLL for (int j = 0; j < 2 * C; ++j) {
+    const int column = tile_col(at, j);
+    const int column_id = TRANSPOSED ? q_id(mask.ids, n, b, q_first + column)
+                                     : k_id(mask.ids, n, b, k_first + column);
+    UNROLL for (int i = 0; i < R; ++i) {
+      const int row = tile_row(at, i);
       const int q_row = q_first + (TRANSPOSED ? column : row);
       const int k_col = k_first + (TRANSPOSED ? row : column);
-      const bool same_segment = row_id == column_ids[j];
+      const bool same_segment = row_ids[i] == column_id;
       if (!visible(mask, n, same_segment, b, h, q_row, k_col)) x.set(i, j, value);
     }
   }

@@ -69,12 +69,16 @@ TUNED = [
 ]
 OTHERS = [
     *product(["sm_90a"], ["cuda"], DTYPES, [(96, 33)], ["all"]),
+    *product(["sm_90a"], ["cuda"], DTYPES, [(64, 64), (128, 128)], ["no array"]),
+    ("sm_90a", "cuda", mx.bfloat16, (256, 256), "no array"),
+    ("sm_90a", "cuda_precise", mx.float32, (128, 128), "no array"),
     ("sm_90a", "cuda", mx.float32, (256, 256), "causal"),
     ("sm_80", "cuda", mx.float32, (64, 64), "causal"),
     ("sm_80", "cuda", mx.bfloat16, (128, 128), "causal"),
     ("sm_80", "cuda_precise", mx.float32, (48, 48), "all"),
 ]
-FEATURES = {"causal": {"high": 0}, "all": EVERYTHING}
+NO_ARRAY = {"low": -40, "high": 0, "segments": True, "sinks": True}
+FEATURES = {"causal": {"high": 0}, "no array": NO_ARRAY, "all": EVERYTHING}
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

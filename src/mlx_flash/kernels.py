@@ -51,8 +51,9 @@ class Variant:
     def tile(self, kernel: str) -> tiles.Tile:
         """The tile of one of its kernels."""
         tile = tiles.tile(kernel, max(self.D, self.DV), self.dtype.size, self.gpu)
-        if self.gpu != "metal" and (self.mask or self.softcap):
-            # these take registers, of which a threadgroup of CUDA has 65536
+        if self.gpu != "metal" and (self.mask or self.softcap or self.segments):
+            # these take registers, of which a threadgroup of CUDA has 65536; a launch
+            # that wants more does not run, and MLX may not say so
             tile = tile.with_at_most(256)
         return tile
 
