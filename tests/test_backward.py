@@ -178,7 +178,7 @@ def test_dkv_with_one_output_equals_dkv_with_both(kernels, kernels_name, causal)
     high = k.shape[2] - q.shape[2] if causal else None
     gpu = "cuda" if kernels_name == "cuda" else "metal"
     problem = KernelProblem(q, k, v, Options(0.2, high=high), gpu=gpu)
-    call = partial(dkv_call, problem, dout, lse / math.log(2), delta)
+    call = partial(dkv_call, problem, [], dout, lse / math.log(2), delta)
     dk, dv = run(call("attention_dkv"), kernels_name)
     (only_dk,) = run(call("attention_dk"), kernels_name)
     (only_dv,) = run(call("attention_dv"), kernels_name)

@@ -120,7 +120,10 @@ def off_by_one() -> list[Mutant]:
             mutant.before,
             re.sub(r"(<=|>=|<|>)", lambda m: LOOSER[m[0]], mutant.before, count=1),
             mutant.fault,
-            problems=(*BANDS, "segments", "mask"),
+            # the first is the one that most often shows a fault of the header
+            problems=("segments", *BANDS, "mask")
+            if mutant.header == "mask"
+            else (*BANDS, "segments", "mask"),
         )
         for mutant in everywhere(
             rf"(<=|>=|<|>) {lengths}\b", r"\1 \2", "bounds off by one"
