@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_flash.attention import (
     Attention,
@@ -31,7 +32,7 @@ from mlx_flash.attention import (
 )
 from mlx_flash.backends import backend
 from mlx_flash.options import Options
-from mlx_flash.reference import finite
+from mlx_flash.reference import CHUNK, finite
 from mlx_flash.validation import check_dtypes, check_shapes, describe, make_options
 
 
@@ -68,7 +69,7 @@ def ring_attention(
             ``flash_attention`` in two halves.
 
     Returns:
-        ``[B, H, L, Dv]`` in the promoted dtype, evaluated or being evaluated.
+        ``[B, H, L, Dv]`` in the promoted dtype.
 
     Raises:
         ValueError: Shapes, dtypes or numbers are wrong on this rank; or the ranks call
@@ -102,7 +103,14 @@ def ring_attention(
         window=window,
         softcap=softcap,
     )
-    ring = Ring(group, layout, options, *passes(backend(), not mlx_uses_tf32()))
+    if B * H * layout.T == 0:
+        return mx.zeros((B, H, L, Dv), dtype)
+    name = backend()
+    # Nothing between two evaluations is freed inside a gradient: the reference must not
+    # make more chunks of scores than one in between.
+    block = CHUNK if name == "reference" else layout.T
+    forward, backward = passes(name, not mlx_uses_tf32())
+    ring = Ring(group, layout, options, forward, backward, block)
     # Not mapped: the first exchange refuses it, in words about the ring.
     attention = differentiable(
         ring.attention_forward,
@@ -161,7 +169,6 @@ def gather_sequence(
     Raises:
         ValueError: ``x`` has no such axis; or the parts do not belong together, which
             raises on all ranks.
-        NotImplementedError: Inside ``mx.compile`` or ``mx.vmap``.
         RuntimeError: A rank was lost (from MLX's ring).
     """
     check_axis("gather_sequence", x, axis)
@@ -197,6 +204,13 @@ class Chunk(NamedTuple):
     def length(self) -> int:
         """How many tokens it has."""
         return int(self.rows.stop - self.rows.start)
+
+    def blocks(self, size: int) -> Iterator[Chunk]:
+        """Its parts of at most so many tokens."""
+        for skipped in range(0, self.length, size):
+            first = self.rows.start + skipped
+            rows = slice(first, min(first + size, self.rows.stop))
+            yield Chunk(self.start + skipped, rows)
 
 
 @dataclass(frozen=True)
@@ -248,6 +262,7 @@ class Ring:
         options: The numbers of the attention over the whole sequence.
         forward: ``attention_forward`` of the back end.
         backward: ``attention_backward`` of the back end.
+        block: The most queries that one call of a pass gets.
     """
 
     group: mx.distributed.Group
@@ -255,6 +270,7 @@ class Ring:
     options: Options
     forward: Attention
     backward: AttentionGradients
+    block: int
 
     def attention_forward(
         self, q: mx.array, k: mx.array, v: mx.array
@@ -266,11 +282,13 @@ class Ring:
             if owner != self.rank:
                 k, v = self.passed_on(k, v, owner=owner, meanwhile=(out, lse))
             for rows, keys, options in self.pairs(owner):
-                part = self.forward(
-                    q[:, :, rows], k[:, :, keys], v[:, :, keys], options=options
-                )
+                out, lse = detached(out, lse)
                 so_far = out[:, :, rows], lse[:, :, rows]
-                out[:, :, rows], lse[:, :, rows] = merged(so_far, part)
+                arrays = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+                out[:, :, rows], lse[:, :, rows] = merged(
+                    so_far, self.forward(*arrays, options=options)
+                )
+        out, lse = detached(out, lse)
         return out.astype(q.dtype), lse
 
     def attention_backward(
@@ -287,7 +305,7 @@ class Ring:
 
         With the lse of the whole row, the gradients of a pair of chunks are its exact
         share of those of the sequence. The sums of dk and dv follow their k and v one
-        step later, so that the kernels of a step run during its exchanges.
+        exchange later, so that there are kernels to run during both.
         """
         dtype = q.dtype
         dq = mx.zeros(q.shape, mx.float32)
@@ -298,21 +316,21 @@ class Ring:
                 k, v = self.passed_on(k, v, owner=owner, meanwhile=(dq, *sums))
                 dk, dv = (mx.zeros(x.shape, mx.float32) for x in (k, v))
             for rows, keys, options in self.pairs(owner):
-                shares = self.backward(
-                    q[:, :, rows],
-                    k[:, :, keys],
-                    v[:, :, keys],
-                    *(x[:, :, rows] for x in (out, lse, dout, dlse)),
-                    options=options,
+                dq, dk, dv = detached(dq, dk, dv)
+                arrays = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+                row_arrays = (x[:, :, rows] for x in (out, lse, dout, dlse))
+                add_shares(
+                    self.backward(*arrays, *row_arrays, options=options),
+                    (dq, rows),
+                    (dk, keys),
+                    (dv, keys),
                 )
-                dq[:, :, rows] += shares["q"]
-                dk[:, :, keys] += shares["k"]
-                dv[:, :, keys] += shares["v"]
             if owner != self.rank:
                 sums = self.passed_on(*sums, owner=owner, meanwhile=(dq, dk, dv))
                 dk, dv = dk + sums[0], dv + sums[1]
-        dk, dv = self.passed_on(dk, dv, owner=self.rank)  # home
-        return {"q": dq.astype(dtype), "k": dk.astype(dtype), "v": dv.astype(dtype)}
+        dk, dv = self.passed_on(dk, dv, owner=self.rank, meanwhile=(dq,))  # home
+        dq, dk, dv = (x.astype(dtype) for x in detached(dq, dk, dv))
+        return {"q": dq, "k": dk, "v": dv}
 
     @property
     def rank(self) -> int:
@@ -329,13 +347,14 @@ class Ring:
     def pairs(self, owner: int) -> Iterator[tuple[slice, slice, Options]]:
         """Own rows, keys of another rank and the numbers of their attention.
 
-        Of each pair of chunks in which a query sees a key.
+        For each block of rows and chunk of keys of which some key is seen.
         """
         for chunk in self.layout.local_chunks(self.rank):
-            for other in self.layout.local_chunks(owner):
-                options = self.options.shifted(chunk.start - other.start)
-                if options.sees_any(chunk.length, other.length):
-                    yield chunk.rows, other.rows, options
+            for block in chunk.blocks(self.block):
+                for keys in self.layout.local_chunks(owner):
+                    options = self.options.shifted(block.start - keys.start)
+                    if options.sees_any(block.length, keys.length):
+                        yield block.rows, keys.rows, options
 
     def passed_on(
         self,
@@ -383,6 +402,22 @@ def merged(
     l = a_l + b_l
     acc = a_l[..., None] * a_out + b_l[..., None] * b_out
     return mx.where(l == 0.0, 0.0, 1.0 / l)[..., None] * acc, m + mx.log(l)
+
+
+def add_shares(shares: dict[str, mx.array], *sums: tuple[mx.array, slice]) -> None:
+    """Add gradients of q, k and v to rows of their sums, in place."""
+    for name, (x, rows) in zip("qkv", sums, strict=True):
+        x[:, :, rows] += shares[name]
+
+
+def detached(*arrays: mx.array) -> tuple[mx.array, ...]:
+    """The values, evaluated now, as arrays that hold on to nothing they came from.
+
+    While MLX records a gradient, what it evaluates keeps all that it was computed from:
+    without this, what is merged or summed would keep the parts of all steps.
+    """
+    evaluate("ring_attention", *arrays)
+    return tuple(mx.array(np.asarray(x)) for x in arrays)
 
 
 def agreed_layout(
