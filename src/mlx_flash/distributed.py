@@ -155,8 +155,9 @@ def gather_sequence(
 ) -> mx.array:
     """The whole array of which every rank has a part: undoes :func:`shard_sequence`.
 
-    Differentiable: the gradient is this rank's part of the cotangent. It is the right
-    one if every rank computes the same loss from the whole array.
+    Lazy, as MLX's own operations are: every rank must evaluate it. Differentiable: the
+    gradient is this rank's part of the cotangent. It is the right one if every rank
+    computes the same loss from the whole array.
 
     Args:
         x: This rank's part.
