@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_flash import use_backend
 from mlx_flash.distributed import gather_sequence, ring_attention, shard_sequence
@@ -28,6 +29,8 @@ CASES = {
     "three": SMALL.resized(Tq=3, Tk=3),
     "long": SMALL.resized(B=1, HKV=1, Tq=1100, Tk=1100, window=700),
 }
+TOKENS = mx.random.normal((2, 37, 16), key=mx.random.key(1))
+WEIGHTS = mx.random.normal((16, 16), key=mx.random.key(2))
 # The simulator is slow; these use the kernels that other tests use.
 CASES_OF_KERNELS = ("causal", "bfloat16-causal", "window")
 
@@ -53,6 +56,22 @@ def gradient_through_gather(x):
     part = shard_sequence(x, -1)
     gradient = mx.grad(lambda part: (gather_sequence(part, -1) ** 2).sum())(part)
     return gather_sequence(gradient, -1)
+
+
+def sum_of_squares(attention, x, w):
+    """Of the attention over tokens ``[B, L, D]``, projected with ``[D, D]``."""
+    h = (x @ w)[:, None]
+    return (attention(h, h, h, causal=True) ** 2).sum()
+
+
+def gradient_of_weights(x, w):
+    """That of the mean over the whole sequence, as docs/distributed.md gets it."""
+    part, n = shard_sequence(x, 1), mx.distributed.init().size()
+
+    def loss(w):
+        return sum_of_squares(ring_attention, part, w) * n / x.shape[1]
+
+    return nn.average_gradients([mx.grad(loss)(w)])[0]
 
 
 def refusals(rank):
@@ -81,6 +100,8 @@ def main(folder, *backend_names):
     x = mx.arange(33.0).reshape(3, 11)
     results = {"gathered": gather_sequence(shard_sequence(x, 1), 1)}
     results["gradient"] = gradient_through_gather(x)
+    with use_backend("reference"):
+        results["weights"] = gradient_of_weights(TOKENS, WEIGHTS)
     mx.eval(results)
     for backend_name in backend_names:
         names = CASES if backend_name == "reference" else CASES_OF_KERNELS

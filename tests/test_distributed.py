@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_flash import flash_attention, use_backend
 from mlx_flash.distributed import (
     Layout,
     gather_sequence,
@@ -18,9 +19,18 @@ from mlx_flash.distributed import (
     shard_sequence,
 )
 from mlx_flash.options import Options
-from oracle import assert_bit_equal, assert_within_bound
+from oracle import assert_bit_equal, assert_equal_up_to_rounding, assert_within_bound
 from ranks import run_ranks, started_ranks
-from ring_cases import CASES, CASES_OF_KERNELS, SMALL, results_of
+from ring_cases import (
+    CASES,
+    CASES_OF_KERNELS,
+    SMALL,
+    TOKENS,
+    WEIGHTS,
+    results_of,
+    sum_of_squares,
+)
+from strategies import Problem
 
 RING_CASES = Path(__file__).with_name("ring_cases.py")
 SAME_CALL = r"all ranks must make the same call"
@@ -47,6 +57,16 @@ ring_attention(x, x, x)
 """
 
 
+def gradient_of_weights():
+    """What the ranks compute together, by one process."""
+
+    def loss(w):
+        return sum_of_squares(flash_attention, TOKENS, w) / TOKENS.shape[1]
+
+    with use_backend("reference"):
+        return mx.grad(loss)(WEIGHTS)
+
+
 @pytest.mark.parametrize("n", [2, 4])
 def test_ranks_compute_the_attention_of_the_whole_sequence(request, tmp_path, n):
     names = dict.fromkeys(["reference", request.config.getoption("--executor")])
@@ -55,6 +75,7 @@ def test_ranks_compute_the_attention_of_the_whole_sequence(request, tmp_path, n)
     x = mx.arange(33.0).reshape(3, 11)
     assert_bit_equal(results["gathered"], x)
     assert_bit_equal(results["gradient"], 2 * x)
+    assert_equal_up_to_rounding(results["weights"], gradient_of_weights())
     for backend_name in names:
         for name in CASES if backend_name == "reference" else CASES_OF_KERNELS:
             *arrays, _ = CASES[name].arrays()
@@ -86,6 +107,21 @@ def test_a_lost_rank_ends_the_others(tmp_path, end, message):
 def test_one_rank_computes_attention_alone():
     *arrays, _ = SMALL.arrays()
     assert_within_bound(results_of(SMALL), *arrays, **SMALL.options)
+
+
+def peak_memory_of_gradient(T):
+    """Bytes that the gradient needs on top of its inputs."""
+    *arrays, dout = Problem(H=4, HKV=2, Tq=T, Tk=T, D=16).arrays()[:4]
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    with use_backend("reference"):
+        mx.eval(mx.vjp(ring_attention, arrays, [dout]))
+    return mx.get_peak_memory() - before
+
+
+def test_peak_memory_of_the_gradient_is_linear_in_length():
+    once, twice = map(peak_memory_of_gradient, (1024, 2048))
+    assert twice < 2.6 * once
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 4, 16), (1, 0, 4, 16), (1, 2, 0, 16)])

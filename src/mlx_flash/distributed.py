@@ -47,7 +47,7 @@ def ring_attention(
     softcap: float | None = None,
     group: mx.distributed.Group | None = None,
 ) -> mx.array:
-    r"""Exact self-attention over a sequence that is spread over the ranks of a group.
+    """Exact self-attention over a sequence that is spread over the ranks of a group.
 
     The result is this rank's part of what :func:`mlx_flash.flash_attention` computes of
     the whole sequence, and so are the gradients. A rank holds ``L`` of the ``T``
@@ -78,6 +78,13 @@ def ring_attention(
         NotImplementedError: No kernel covers the inputs; or ``mx.compile``,
             ``mx.vmap``, ``mx.jvp`` or a gradient of a gradient is asked for.
         RuntimeError: A rank was lost (from MLX's ring).
+
+    Note:
+        The ranks exchange keys and values during the call, which evaluates all that
+        they depend on. While MLX records a gradient, it keeps what it evaluates:
+        ``mx.checkpoint`` around this function therefore saves no memory.
+
+    Source: Ring Attention, https://arxiv.org/abs/2310.01889.
     """
     check_shapes(q, k, v)
     check_dtypes(q, k, v)
