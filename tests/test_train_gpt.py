@@ -302,6 +302,7 @@ def test_bad_arguments_end_in_one_line(
 def test_resume_refuses_other_settings(train_gpt, settings, tmp_path):
     path = tmp_path / train_gpt.CHECKPOINT
     run = train_gpt.new_run(settings, train_gpt.native_attention)
+    run.training_losses, run.validation_losses = [3.0], [(0, 4.0), (1, 2.5)]
     train_gpt.save_checkpoint(path, run, settings)
     with pytest.raises(ValueError, match=r"written with seed 1, got 2"):
         train_gpt.load_checkpoint(path, run, replace(settings, seed=2))
