@@ -22,6 +22,7 @@ from cost_model import (
     resident_threadgroups,
 )
 from cost_report import OWN, STEEL, Case, counts_of, own_kernels
+
 from mlx_flash.versions import MLX, version_numbers
 
 NEEDS_STEEL = pytest.mark.skipif(
