@@ -12,6 +12,11 @@ of the others in its window::
 
     python examples/train_gpt.py --pack --context 256 --out runs/packed
 
+Several ranks share the work: every one takes its part of each batch, so that the losses
+are those of one process. Here two on one machine::
+
+    mlx.launch -n 2 --backend ring examples/train_gpt.py --out runs/two
+
 The simulator executes the Metal kernels on the CPU, slowly; a tiny run through it::
 
     python examples/train_gpt.py --backend simulator --out runs/simulator --steps 4 \
@@ -85,7 +90,7 @@ class Settings:
     Args:
         model: Sizes of the model.
         context: Bytes that the model sees at most, ``T``.
-        batch_size: Windows per micro-batch, ``B``.
+        batch_size: Windows per micro-batch, ``B``, of all ranks together.
         accumulate: Micro-batches per step, ``A``.
         steps: Updates of the parameters.
         learning_rate: The highest one, at the end of the warm-up.
@@ -193,6 +198,20 @@ def validation_batches(windows: np.ndarray, settings: Settings) -> mx.array:
 # Training
 
 
+def ranks() -> mx.distributed.Group:
+    """The processes that train together: those that mlx.launch started, or this one."""
+    return mx.distributed.init()
+
+
+def own_part(batches: mx.array) -> mx.array:
+    """The windows of this rank, ``[..., B // ranks, T + 1]``."""
+    return mx.split(batches, ranks().size(), axis=-2)[ranks().rank()]
+
+
+def mean_of_ranks(x: mx.array) -> mx.array:
+    return mx.distributed.all_sum(x) / ranks().size()
+
+
 def new_run(settings: Settings, attention: Attention) -> Run:
     mx.random.seed(settings.seed)
     run = Run(GPT(settings.model, attention), make_optimizer(settings))
@@ -222,7 +241,10 @@ def make_optimizer(settings: Settings) -> optim.Optimizer:
 
 
 def mean_loss(model: GPT, tokens: mx.array, packed: bool) -> mx.array:
-    """Nats per byte of the predictions in ``[B, T + 1]`` windows."""
+    """Nats per byte of the predictions in ``[B, T + 1]`` windows.
+
+    Of several ranks, the mean of their results is that of all windows together.
+    """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if not packed:
         return nn.losses.cross_entropy(model(inputs), targets, reduction="mean")
@@ -230,12 +252,12 @@ def mean_loss(model: GPT, tokens: mx.array, packed: bool) -> mx.array:
     # An END belongs to the document before it, and predicts nothing.
     ids = mx.cumsum(ends, axis=1) - ends  # [B, T]
     losses = nn.losses.cross_entropy(model(inputs, segment_ids=ids), targets)
-    return mx.where(ends, 0.0, losses).sum() / (~ends).sum()
+    return mx.where(ends, 0.0, losses).sum() / mean_of_ranks((~ends).sum())
 
 
 def mean_validation_loss(model: GPT, batches: mx.array, packed: bool) -> float:
-    losses = [mean_loss(model, tokens, packed) for tokens in batches]
-    return mx.stack(losses).mean().item()
+    losses = [mean_loss(model, tokens, packed) for tokens in own_part(batches)]
+    return mean_of_ranks(mx.stack(losses).mean()).item()
 
 
 def make_training_step(
@@ -260,10 +282,10 @@ def make_training_step(
 
     def training_step(micro_batches: mx.array) -> float:
         mean = zeros
-        for tokens in micro_batches:
+        for tokens in own_part(micro_batches):
             mean = add_micro_batch(mean, tokens, 1.0 / len(micro_batches))
             mx.eval(mean)  # frees the activations before the next micro-batch
-        loss, gradients = mean
+        loss, gradients = nn.average_gradients(mean)
         update(gradients)
         mx.eval(state)
         return loss.item()
@@ -275,6 +297,8 @@ def train(
     run: Run, text: bytes, settings: Settings, folder: Path, eval_every: int
 ) -> float:
     """Train from the run's step to the last one; checkpoint at every evaluation.
+
+    The first rank writes.
 
     Returns:
         Tokens per second of the median step.
@@ -291,7 +315,13 @@ def train(
 
     seconds = []
     first = len(run.training_losses)
-    steps = tqdm(range(first, settings.steps), initial=first, total=settings.steps)
+    is_first_rank = ranks().rank() == 0
+    steps = tqdm(
+        range(first, settings.steps),
+        initial=first,
+        total=settings.steps,
+        disable=not is_first_rank,
+    )
     for step in steps:
         start = time.perf_counter()
         loss = training_step(training_batch(windows, settings, step))
@@ -304,8 +334,9 @@ def train(
         if done % eval_every == 0 or done == settings.steps:
             loss = mean_validation_loss(run.model, validation, settings.pack)
             run.validation_losses.append((done, loss))
-            save_checkpoint(folder / CHECKPOINT, run, settings)
-            plot_losses(folder / PLOT, run)
+            if is_first_rank:
+                save_checkpoint(folder / CHECKPOINT, run, settings)
+                plot_losses(folder / PLOT, run)
     return settings.tokens_per_step / statistics.median(seconds or [math.inf])
 
 
@@ -479,6 +510,11 @@ def prepare(args: argparse.Namespace) -> tuple[Run, bytes, Settings]:
     settings = settings_of(args, text)
     for part in split_text(text, args.context):
         every_window(part, settings)  # refuses what it cannot pack
+    if settings.batch_size % ranks().size():
+        raise ValueError(
+            f"the {ranks().size()} ranks must divide the windows of a micro-batch, "
+            f"got --batch-size {settings.batch_size}"
+        )
     check_attention(settings.model, ATTENTION[args.attention])
     run = new_run(settings, ATTENTION[args.attention])
     if args.resume:
@@ -497,6 +533,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         except (OSError, ValueError, NotImplementedError) as problem:
             parser.error(str(problem))
         speed = train(run, text, settings, args.out, args.eval_every)
+        if ranks().rank() != 0:
+            return
         text_sample = sample(
             run.model, settings, args.sample_bytes, args.temperature, args.top_k
         )

@@ -174,7 +174,7 @@ def native(q, k, v, dout=None, dlse=None, *, scale, sinks=None, **options):
 
     def scores(q, k, mask):
         k = mx.repeat(k, H // HKV, axis=1)
-        s = (scale * q) @ k.mT
+        s = (scale * q) @ k.swapaxes(-1, -2)
         if softcap is not None:
             s = softcap * mx.tanh(s / softcap)
         if is_additive(mask):

@@ -23,6 +23,12 @@ from cost_model import (
 )
 from cost_report import OWN, STEEL, Case, counts_of, own_kernels
 
+from mlx_flash.versions import MLX, version_numbers
+
+NEEDS_STEEL = pytest.mark.skipif(
+    version_numbers(MLX) < (0, 32, 4),
+    reason="steel_attention is counted from the text that MLX 0.32.4 carries",
+)
 CHIP = {"M1/M2": CHIPS["M1 Max"], "M3/M4": CHIPS["M3 Max"]}
 
 
@@ -99,6 +105,7 @@ def test_model_is_near_the_published_forward_of_metal_flash_attention():
     assert prediction.utilisation == pytest.approx(published, rel=0.06)
 
 
+@NEEDS_STEEL
 @pytest.mark.parametrize(("D", "BK"), [(64, 32), (128, 16)])
 def test_counted_steel_attention_is_what_its_source_says(D, BK):
     case = Case(D, "float16", causal=False)
@@ -202,6 +209,7 @@ def test_every_count_has_a_coefficient_and_is_in_one_term():
     assert len(in_terms) == len(set(in_terms))
 
 
+@NEEDS_STEEL
 def test_report_writes_a_labelled_row_per_kernel_and_chip(
     monkeypatch, tmp_path, capsys
 ):

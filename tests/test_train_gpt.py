@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import re
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_flash import use_backend
+from ranks import run_ranks, started_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TEXT = bytes(range(32, 127)) * 20
@@ -168,6 +170,45 @@ def test_accumulation_equals_a_larger_batch(train_gpt, settings):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.parametrize("pack", [False, True], ids=["plain", "pack"])
+def test_two_ranks_train_like_one_process(train_gpt, settings, tmp_path, pack):
+    paragraphs = [bytes(range(32, last)) for last in range(33, 63)] * 15
+    data = tmp_path / "text"
+    data.write_bytes(b"\n\n".join(paragraphs))
+    arguments = [*TINY.split(), "--data", data, "--out", tmp_path, "--sample-bytes", 1]
+    printed = run_ranks(
+        2,
+        EXAMPLES / "train_gpt.py",
+        *arguments,
+        *(["--pack"] if pack else []),
+        folder=tmp_path,
+    )
+    assert "loss after" in printed[0]
+    assert printed[1] == ""
+
+    two = train_gpt.new_run(settings, train_gpt.native_attention)
+    text = data.read_bytes()
+    settings = replace(
+        settings, pack=pack, text_digest=hashlib.sha256(text).hexdigest()
+    )
+    train_gpt.load_checkpoint(tmp_path / train_gpt.CHECKPOINT, two, settings)
+    one = trained(train_gpt, settings, "flash", tmp_path, text)
+    assert len(two.training_losses) == 10
+    assert two.training_losses == pytest.approx(one.training_losses, rel=1e-4)
+    (*_, of_two), (*_, of_one) = two.validation_losses, one.validation_losses
+    assert of_two == pytest.approx(of_one, rel=1e-4)
+
+
+def test_ranks_must_divide_the_batch(train_gpt, tmp_path):
+    arguments = [*TINY.split(), "--batch-size", 3, "--out", tmp_path / "run"]
+    program = EXAMPLES / "train_gpt.py"
+    with started_ranks(2, program, *arguments, folder=tmp_path) as processes:
+        for process in processes:
+            _, error = process.communicate(timeout=60)
+            assert process.returncode == 2
+            assert "the 2 ranks must divide the windows" in error
+
+
 def test_only_matrices_decay(train_gpt, settings):
     run = train_gpt.new_run(settings, train_gpt.native_attention)
     before = dict(tree_flatten(run.model.parameters()))
@@ -261,6 +302,7 @@ def test_bad_arguments_end_in_one_line(
 def test_resume_refuses_other_settings(train_gpt, settings, tmp_path):
     path = tmp_path / train_gpt.CHECKPOINT
     run = train_gpt.new_run(settings, train_gpt.native_attention)
+    run.training_losses, run.validation_losses = [3.0], [(0, 4.0), (1, 2.5)]
     train_gpt.save_checkpoint(path, run, settings)
     with pytest.raises(ValueError, match=r"written with seed 1, got 2"):
         train_gpt.load_checkpoint(path, run, replace(settings, seed=2))

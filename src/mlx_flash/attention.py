@@ -155,6 +155,7 @@ def mlx_uses_tf32() -> bool:
 
 
 Attention = Callable[..., tuple[mx.array, mx.array]]
+AttentionGradients = Callable[..., dict[str, mx.array]]
 
 
 @lru_cache(maxsize=256)
@@ -177,26 +178,47 @@ def attention_function(
         return_lse: As there: if not, lse has no cotangent.
         stream: Where the backward runs; the forward runs where it is called.
     """
-    names = ("q", "k", "v", *names)
-    forward: Callable[..., tuple[mx.array, mx.array]]
-    backward: Callable[..., dict[str, mx.array]]
+    forward, backward = passes(backend_name, precise)
+    return differentiable(
+        partial(forward, options=options),
+        partial(backward, options=options),
+        names=("q", "k", "v", *names),
+        is_kernel=backend_name != "reference",
+        return_lse=return_lse,
+        stream=stream,
+    )
+
+
+def passes(backend_name: str, precise: bool) -> tuple[Attention, AttentionGradients]:
+    """``attention_forward`` and ``attention_backward`` of a back end."""
     if backend_name == "reference":
-        forward = partial(reference.attention_forward, options=options)
-        backward = partial(reference.attention_backward, options=options)
-    else:
-        forward = partial(
-            kernels.attention_forward,
-            options=options,
-            backend=backend_name,
-            precise=precise,
-        )
-        backward = partial(
-            kernels.attention_backward,
-            options=options,
-            backend=backend_name,
-            precise=precise,
-        )
-    is_kernel = backend_name != "reference"
+        return reference.attention_forward, reference.attention_backward
+    return (
+        partial(kernels.attention_forward, backend=backend_name, precise=precise),
+        partial(kernels.attention_backward, backend=backend_name, precise=precise),
+    )
+
+
+def differentiable(
+    forward: Attention,
+    backward: AttentionGradients,
+    *,
+    names: tuple[str, ...],
+    is_kernel: bool,
+    return_lse: bool,
+    stream: mx.Stream | mx.Device | None,
+) -> Attention:
+    """A forward pass whose VJP is a backward pass.
+
+    Args:
+        forward: Takes arrays by name, returns ``(out, lse)``.
+        backward: Takes the same, ``out``, ``lse`` and their cotangents ``dout`` and
+            ``dlse``; returns gradients by name.
+        names: Those of the arrays, in the order of the result's arguments.
+        is_kernel: ``mx.vmap`` and ``mx.jvp`` must not see the operations of the passes.
+        return_lse: If not, lse has no cotangent.
+        stream: Where the backward runs; the forward runs where it is called.
+    """
 
     @mx.custom_function
     def attention(*arrays: mx.array) -> tuple[mx.array, mx.array]:

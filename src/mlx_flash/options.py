@@ -34,3 +34,11 @@ class Options:
         low = None if self.high is None else -self.high
         high = None if self.low is None else -self.low
         return replace(self, low=low, high=high)
+
+    def sees_any(self, Tq: int, Tk: int) -> bool:
+        """Whether any of ``Tq`` queries sees any of ``Tk`` keys."""
+        if not Tq * Tk:
+            return False
+        # the differences j - i reach from 1 - Tq to Tk - 1
+        low, high = self.low, self.high
+        return (low is None or low < Tk) and (high is None or high > -Tq)
