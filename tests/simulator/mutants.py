@@ -203,7 +203,7 @@ def all_mutants() -> list[Mutant]:
             "band off by one", problems=WINDOWS),
         *at("mask", "? k_last - mask.low", "? k_last - mask.low + 1",
             "band off by one", problems=WINDOWS),
-        *at("mask", "row_id == column_ids[j]", "row_id <= column_ids[j]", "segments",
+        *at("mask", "row_ids[i] == column_id", "row_ids[i] <= column_id", "segments",
             problems=("segments",)),
         *at("mask", "k_ids[long(b) * n.Tk", "k_ids[long(b) * n.Tq", "segments",
             problems=("segments",)),
