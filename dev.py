@@ -54,7 +54,7 @@ def train(arguments: list[str]) -> None:
 def test(arguments: list[str]) -> None:
     """Run the tests in two processes."""
     set_up("test")
-    run(PYTHON, "-m", "pytest", "-n", "2", *arguments)
+    run(PYTHON, "-m", "pytest", "-n", "2", "--dist", "worksteal", *arguments)
 
 
 def bench(arguments: list[str]) -> None:

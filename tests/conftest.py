@@ -27,8 +27,10 @@ settings.register_profile("nightly", deadline=None, max_examples=1000, database=
 settings.register_profile("checked", settings.get_profile("ci"), max_examples=3)
 settings.load_profile("ci")  # --hypothesis-profile chooses another one
 
-# The head dims of a checked run: q and k in registers, fused dk and dv; q and k in
-# threadgroup memory, dk and dv apart.
+# What a checked run has: the files that try the kernels on many problems, and these head
+# dims: q and k in registers, fused dk and dv; q and k in threadgroup memory, dk and dv
+# apart.
+CHECKED_FILES = ("test_forward", "test_backward", "test_features", "test_splitting")
 CHECKED_HEAD_DIMS = (16, 128)
 
 
@@ -74,7 +76,9 @@ def pytest_collection_modifyitems(config, items):
 
 def belongs_to_a_checked_run(item):
     params = getattr(item, "callspec", None) and item.callspec.params
-    if not params or "simulator" not in (
+    if item.path.stem not in CHECKED_FILES or not params:
+        return False
+    if "simulator" not in (
         params.get("backend_name"),
         params.get("kernels_name"),
     ):
