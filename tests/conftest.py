@@ -27,9 +27,9 @@ settings.register_profile("nightly", deadline=None, max_examples=1000, database=
 settings.register_profile("checked", settings.get_profile("ci"), max_examples=3)
 settings.load_profile("ci")  # --hypothesis-profile chooses another one
 
-# What a checked run has: the files that try the kernels on many problems, and these head
-# dims: q and k in registers, fused dk and dv; q and k in threadgroup memory, dk and dv
-# apart.
+# What a checked run has: the files that try the kernels on many problems, and of them
+# these head dims: q and k in registers, fused dk and dv; q and k in threadgroup memory,
+# dk and dv apart.
 CHECKED_FILES = ("test_forward", "test_backward", "test_features", "test_splitting")
 CHECKED_HEAD_DIMS = (16, 128)
 
