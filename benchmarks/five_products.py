@@ -17,12 +17,12 @@ best, per causal call in bfloat16 (modelled: float16), B=1 H=16, beside the seve
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
+from bench_attention import measure
 from cost_model import CHIPS, MEMORY_BYTES, predict, useful_products
 from cost_report import HEADS, OWN, PRINTED, Case, works
 
@@ -97,14 +97,7 @@ def print_measured(D: int) -> None:
 
 def milliseconds(call: Callable[[], object]) -> float:
     """Median time of a call."""
-    times = []
-    for _ in range(REPEATS + 2):
-        mx.synchronize()
-        start = time.perf_counter()
-        mx.eval(call())
-        mx.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times[2:])  # the first two warm up
+    return statistics.median(measure(call, calls=1, repeats=REPEATS))
 
 
 if __name__ == "__main__":
